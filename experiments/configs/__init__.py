@@ -1,0 +1,1 @@
+"""Frozen experiments, one a file."""

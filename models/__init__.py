@@ -1,0 +1,1 @@
+"""Flax Linen decoders, their configs, checkpoints and tokenizers."""

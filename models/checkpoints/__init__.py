@@ -1,0 +1,1 @@
+"""Checkpoint loading: Hugging Face folders, GGUF files and Orbax."""

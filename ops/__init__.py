@@ -1,0 +1,1 @@
+"""Pure functions and array pytrees: attention, RoPE, norms, page table, caches, sampling."""

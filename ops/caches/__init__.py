@@ -1,0 +1,1 @@
+"""Layer caches behind one protocol."""

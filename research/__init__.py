@@ -1,0 +1,1 @@
+"""Inference, measurement, results and reports."""

@@ -1,0 +1,30 @@
+"""Strict JAX for every test, and the paths of data that the project does not ship."""
+
+import os
+import pathlib
+from collections.abc import Callable
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def data_path() -> Callable[[str], pathlib.Path]:
+    """Finds a file of the shared data; a test skips, naming the file, where it is absent."""
+    root = pathlib.Path(os.environ.get("KVLAB_DATA", REPOSITORY.parent / "shared" / "data"))
+
+    def find(relative: str) -> pathlib.Path:
+        path = root / relative
+        if not path.exists():
+            pytest.skip(f"shared data file {relative} is absent (set KVLAB_DATA)")
+        return path
+
+    return find
