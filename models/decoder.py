@@ -1,0 +1,275 @@
+"""The decoder: thin, stateless Linen modules over `kvlab.ops`.
+
+Axes: B rows of the step, T positions, N query heads, K KV heads, H head size, D model width,
+V vocabulary. The cache is an argument and a result; modules hold parameters alone.
+
+Parameters (weights are [in, out], used as x @ weight):
+  embed/weight [V, D]; position_embed/weight [C, D] (learned positions)
+  layers_i/attention_norm, layers_i/mlp_norm, final_norm: scale [D], and bias [D] for LayerNorm
+  layers_i/attention_post_norm, layers_i/mlp_post_norm: scale [D] (post_norms)
+  layers_i/attention/{query [D, N*H], key [D, K*H], value [D, K*H], output [N*H, D]}/weight, bias
+  layers_i/attention/{query_norm, key_norm}/scale [H] (qk_norm)
+  layers_i/mlp/{gate [D, F], up [D, F], down [F, D]}/weight, bias
+  head/weight [D, V] (untied)
+"""
+
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from kvlab.models.config import DecoderConfig, LayerNorm, RMSNorm
+from kvlab.ops import norms
+from kvlab.ops.attention import AttentionOptions, soft_capped
+from kvlab.ops.caches.contiguous import RowTable
+from kvlab.ops.caches.protocol import LayerCache, Step, Table
+from kvlab.ops.caches.recompute import RecomputeCache
+from kvlab.ops.linear import embed, linear, linear_transposed
+from kvlab.ops.rope import apply_rope
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+class Linear(nn.Module):
+    """x @ weight + bias through `kvlab.ops.linear`."""
+
+    features: int
+    use_bias: bool
+    param_dtype: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., in] to [..., features]."""
+        shape = (x.shape[-1], self.features)
+        weight = self.param("weight", nn.initializers.lecun_normal(), shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
+        return linear(x, weight, bias)
+
+
+class Embedding(nn.Module):
+    """A table of vectors, looked up by id, or used as a tied head."""
+
+    num_embeddings: int
+    features: int
+    param_dtype: str
+
+    def setup(self) -> None:
+        """Declares the weight [V, D]."""
+        shape = (self.num_embeddings, self.features)
+        self.weight = self.param("weight", nn.initializers.normal(0.02), shape, self.param_dtype)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """[B, T] int32 to [B, T, D]."""
+        return embed(ids, self.weight)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """[..., D] to [..., V]."""
+        return linear_transposed(x, self.weight)
+
+
+class Norm(nn.Module):
+    """The config's norm over the last axis, in float32 inside."""
+
+    norm: RMSNorm | LayerNorm
+    param_dtype: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] to [..., D]."""
+        shape = (x.shape[-1],)
+        if isinstance(self.norm, LayerNorm):
+            scale = self.param("scale", nn.initializers.ones, shape, self.param_dtype)
+            bias = self.param("bias", nn.initializers.zeros, shape, self.param_dtype)
+            return norms.layer_norm(x, scale, bias, self.norm.epsilon)
+        initial = nn.initializers.constant(1.0 - self.norm.scale_offset)
+        scale = self.param("scale", initial, shape, self.param_dtype)
+        return norms.rms_norm(x, scale, self.norm.epsilon, self.norm.scale_offset)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one layer over its cache."""
+
+    config: DecoderConfig
+    layer: int
+    implementation: str | None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        step: Step,
+        cache: LayerCache,
+        table: Table,
+        prompt_lengths: jax.Array | None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """[B, T, D] and the layer's cache to [B, T, D] and the new cache."""
+        config = self.config
+
+        def heads(name: str, count: int) -> jax.Array:
+            features = count * config.head_dim
+            y = Linear(features, config.qkv_bias, config.param_dtype, name=name)(x)
+            return y.reshape(*x.shape[:-1], count, config.head_dim)
+
+        query = heads("query", config.num_heads)
+        key = heads("key", config.kv_heads[self.layer])
+        value = heads("value", config.kv_heads[self.layer])
+        if config.qk_norm:
+            query = Norm(config.norm, config.param_dtype, name="query_norm")(query)
+            key = Norm(config.norm, config.param_dtype, name="key_norm")(key)
+        if config.rope is not None:
+            query = apply_rope(query, step.positions, config.rope, prompt_lengths)
+            key = apply_rope(key, step.positions, config.rope, prompt_lengths)
+        options = AttentionOptions(
+            scale=config.attention_scale,
+            window=config.layer_windows[self.layer],
+            soft_cap=config.soft_cap,
+            implementation=self.implementation,
+        )
+        output, cache = cache.attend(query, key, value, step, table, options)
+        output = output.reshape(*x.shape[:-1], config.num_heads * config.head_dim)
+        project = Linear(config.embed_dim, config.output_bias, config.param_dtype, name="output")
+        return project(output), cache
+
+
+class MLP(nn.Module):
+    """The feed-forward half of a layer, gated or plain."""
+
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] to [..., D]."""
+        config = self.config
+
+        def project(name: str, features: int, y: jax.Array) -> jax.Array:
+            return Linear(features, config.mlp_bias, config.param_dtype, name=name)(y)
+
+        activation = _ACTIVATIONS[config.activation]
+        hidden = project("up", config.hidden_dim, x)
+        if config.gated_mlp:
+            hidden = activation(project("gate", config.hidden_dim, x)) * hidden
+        else:
+            hidden = activation(hidden)
+        return project("down", config.embed_dim, hidden)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with its norms, on the residual stream."""
+
+    config: DecoderConfig
+    layer: int
+    implementation: str | None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        step: Step,
+        cache: LayerCache,
+        table: Table,
+        prompt_lengths: jax.Array | None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """[B, T, D] and the layer's cache to [B, T, D] and the new cache."""
+        config = self.config
+
+        def norm(name: str, y: jax.Array) -> jax.Array:
+            return Norm(config.norm, config.param_dtype, name=name)(y)
+
+        attend = Attention(config, self.layer, self.implementation, name="attention")
+        y, cache = attend(norm("attention_norm", x), step, cache, table, prompt_lengths)
+        x = x + (norm("attention_post_norm", y) if config.post_norms else y)
+        y = MLP(config, name="mlp")(norm("mlp_norm", x))
+        x = x + (norm("mlp_post_norm", y) if config.post_norms else y)
+        return x, cache
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer: tokens and a cache to hidden states and the new cache."""
+
+    config: DecoderConfig
+    implementation: str | None = None
+
+    def setup(self) -> None:
+        """Declares the submodules."""
+        config = self.config
+        self.embed = Embedding(config.vocab_size, config.embed_dim, config.param_dtype)
+        if config.rope is None:
+            self.position_embed = Embedding(config.max_length, config.embed_dim, config.param_dtype)
+        self.layers = [
+            DecoderLayer(config, index, self.implementation) for index in range(config.num_layers)
+        ]
+        self.final_norm = Norm(config.norm, config.param_dtype)
+        if not config.tie_embeddings:
+            self.head = Linear(config.vocab_size, False, config.param_dtype)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        step: Step,
+        caches: Sequence[LayerCache],
+        tables: Sequence[Table],
+        prompt_lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """Runs every layer over its cache.
+
+        Args:
+          tokens: [B, T] int32.
+          step: the tokens' places.
+          caches: one per layer.
+          tables: the step's rows of each layer's table, already reserved; one per layer.
+          prompt_lengths: [B] int32, the base of dynamic NTK; unused by other RoPE scalings.
+
+        Returns:
+          Hidden states after the final norm [B, T, D], and the new caches.
+        """
+        x = self.embed(tokens).astype(self.config.compute_dtype)
+        if self.config.rope is None:
+            x = x + self.position_embed(step.positions).astype(x.dtype)
+        if self.config.embed_scale is not None:
+            x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+        new_caches = []
+        for layer, cache, table in zip(self.layers, caches, tables, strict=True):
+            x, new_cache = layer(x, step, cache, table, prompt_lengths)
+            new_caches.append(new_cache)
+        return self.final_norm(x), tuple(new_caches)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """The head: hidden states [..., D] to float32 logits [..., V]."""
+        head = self.embed.attend if self.config.tie_embeddings else self.head
+        logits = head(hidden).astype(jnp.float32)
+        return soft_capped(logits, self.config.final_soft_cap)
+
+    def forward(self, tokens: jax.Array) -> jax.Array:
+        """Logits [B, T, V] of whole texts [B, T] int32 from position 0, without a cache."""
+        batch, length = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], tokens.shape)
+        valid = jnp.ones_like(tokens, dtype=bool)
+        caches = [RecomputeCache() for _ in self.layers]
+        lengths = jnp.full(batch, length, jnp.int32)
+        tables = [RowTable(lengths, length) for _ in self.layers]
+        hidden, _ = self(tokens, Step(positions, valid, valid), caches, tables, lengths)
+        return self.logits(hidden)
+
+
+def init_params(config: DecoderConfig, key: jax.Array) -> dict:
+    """Random parameters of a config, for tests, training and `random:` models.
+
+    Args:
+      config: the decoder.
+      key: PRNG key.
+    """
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return Decoder(config).init(key, tokens, method="forward")["params"]
+
+
+def param_shapes(config: DecoderConfig) -> dict:
+    """The parameter tree of a config as `jax.ShapeDtypeStruct`s; nothing is allocated."""
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
