@@ -41,7 +41,7 @@ def config_from_huggingface(mapping: Mapping[str, Any]) -> DecoderConfig:
         and is not supported, a field that is not known, or values that contradict each other.
     """
     fields = Fields(mapping)
-    family = fields.value("model_type")
+    family = fields.text("model_type")
     if family not in _FAMILIES:
         raise CheckpointError(
             f"model_type={family!r} is not supported; supported: {', '.join(_FAMILIES)}"
@@ -207,7 +207,7 @@ def _divided(name: str, size: int, heads_name: str, num_heads: int) -> int:
 
 
 def _activation(fields: Fields, name: str) -> str:
-    activation = fields.value(name)
+    activation = fields.text(name)
     if activation not in _ACTIVATIONS:
         raise CheckpointError(
             f"{name}={activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"

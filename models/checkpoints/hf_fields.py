@@ -128,6 +128,10 @@ class Fields:
         """True or false; `absent` is what an absent field means."""
         return self._typed(name, self.value(name, absent), (bool,), "true or false")
 
+    def text(self, name: str) -> str:
+        """A required string, or CheckpointError."""
+        return self._typed(name, self.value(name), (str,), "a string")
+
     def optional_text(self, name: str) -> str | None:
         """A string, or None where the field is absent or null."""
         return self._optional(name, (str,), "a string")
