@@ -44,3 +44,11 @@ def tiny_folder(
 def golden_script() -> Callable[[str], types.ModuleType]:
     """Loads a generator of tests/goldens by name, for tests that run it live."""
     return load_module
+
+
+@pytest.fixture(scope="session")
+def stories260k(golden_script: Callable, data_path: Callable) -> tuple:
+    """Config and parameters of stories260K, and the script that knows its ids and text."""
+    script = golden_script("stories260k")
+    path = data_path("tinylm/stories260K/stories260K.bin")
+    return (*script.load_stories260k(path), script)
