@@ -259,8 +259,8 @@ class RunFolder:
                 os.close(target)
         except OSError as error:
             raise RunFolderError(
-                f"cannot write {results}: {error.strerror}; the {len(self._rows)} rows before are "
-                "kept, so mend that and run the same command again to go on"
+                f"cannot write {results}: {error.strerror}; the rows before it "
+                f"({len(self._rows)}) are kept: mend that, and run the same command again to go on"
             ) from error
         self._rows.append(row)
 

@@ -303,7 +303,9 @@ class TestRunFolder:
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, hard))
             try:
-                with pytest.raises(RunFolderError, match="the 1 rows before are kept") as caught:
+                with pytest.raises(
+                    RunFolderError, match=r"the rows before it \(1\) are kept"
+                ) as caught:
                     folder.append(point(7))
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
