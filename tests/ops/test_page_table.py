@@ -1,0 +1,644 @@
+"""The page table against a plain Python model, and its contract with XLA."""
+
+import dataclasses
+import functools
+import re
+from typing import NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from kvlab.ops.page_table import PageTable
+
+B, P, PAGE_SIZE, PAGES_PER_SEQUENCE, R = 5, 13, 3, 7, 2
+CAPACITY, NUM_SLOTS = PAGES_PER_SEQUENCE * PAGE_SIZE, P * PAGE_SIZE
+MAX_TOKENS, CHUNK = 8, 4
+STEPS, WIDTH = 24, 1 + B
+ROW = np.arange(B)
+
+
+def i32(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def only(*rows):
+    """Mask `[B]` of these rows."""
+    return jnp.asarray([row in rows for row in range(B)])
+
+
+ONES = jnp.ones(B, jnp.int32)
+
+
+def compiled(name, *static):
+    return staticmethod(jax.jit(getattr(PageTable, name), static_argnums=static))
+
+
+class on:
+    """The operations, each compiled once for all tests."""
+
+    reserve = compiled("reserve", 2)
+    make_writable, release, trim = map(compiled, ("make_writable", "release", "trim"))
+    fork, reorder, pin, unpin = map(compiled, ("fork", "reorder", "pin", "unpin"))
+    flat_slots, rows, with_rows = map(compiled, ("flat_slots", "rows", "with_rows"))
+
+
+def small_table():
+    return PageTable.init(B, P, PAGE_SIZE, PAGES_PER_SEQUENCE)
+
+
+def filled_table(*lengths):
+    table, ok = on.reserve(small_table(), i32(*lengths))
+    assert np.all(ok)
+    return table
+
+
+# A random program is bytes; here they become the arguments of every operation, and each step uses
+# those of its own.
+
+
+class Instruction(NamedTuple):
+    operation: np.ndarray  # []
+    wanted: np.ndarray  # [B], sometimes more than MAX_TOKENS
+    mask: np.ndarray  # [B]
+    slots: np.ndarray  # [R], distinct, the second sometimes padding
+    chunk: np.ndarray  # [R], 0 where padding
+    source: np.ndarray  # [2]
+    target: np.ndarray  # [2], distinct where used, not always empty
+    parents: np.ndarray  # [B]
+    lengths: np.ndarray  # [B], sometimes longer than the row
+    pages: np.ndarray  # [2], of any kind
+    tokens: np.ndarray  # [B, MAX_TOKENS], distinct and above 0: what is written
+
+
+def decode_program(encoded):
+    """Instructions with a leading axis of STEPS from `STEPS * WIDTH` bytes."""
+    code = np.frombuffer(encoded, np.uint8).reshape(STEPS, WIDTH).astype(np.int32)
+    operation, args = code[:, 0] % len(OPERATIONS), code[:, 1:]
+    first, target = args[:, 0] % B, args[:, 2:4] % (B + 1)
+    second = np.where(args[:, 2] % 3 == 0, B, (first + 1 + args[:, 1] % (B - 1)) % B)
+    slots = np.stack([first, second], axis=1)
+    target[target[:, 0] == target[:, 1], 1] = B
+    return Instruction(
+        operation=operation,
+        wanted=args % (MAX_TOKENS + 2),
+        mask=args % 3 > 0,
+        slots=slots,
+        chunk=np.where(slots < B, args[:, 3:] % (CHUNK + 1), 0),
+        source=args[:, :2] % (B + 1),
+        target=target,
+        parents=args % (B + 1),
+        lengths=args % (CAPACITY + 1),
+        pages=args[:, :2] % (P + 1),
+        tokens=TOKENS,
+    )
+
+
+TOKENS = 1 + np.arange(STEPS * B * MAX_TOKENS, dtype=np.int32).reshape(STEPS, B, MAX_TOKENS)
+
+
+class Model:
+    """One page and one row at a time: references counted from scratch, and each row's text."""
+
+    def __init__(self):
+        self.pages = [[] for _ in range(B)]
+        self.texts = [[] for _ in range(B)]
+        self.pins = []
+        self.free = list(range(P))[::-1]
+
+    def references(self, page):
+        return sum(row.count(page) for row in self.pages) + self.pins.count(page)
+
+    def all_references(self):
+        return [page for row in self.pages for page in row] + self.pins
+
+    def free_if_unused(self, page):
+        if self.references(page) == 0:
+            self.free.append(page)
+
+    def on_shared_page(self, row):
+        partial = len(self.texts[row]) % PAGE_SIZE != 0
+        return partial and self.references(self.pages[row][-1]) > 1
+
+    def reserve(self, wanted, tokens, rows, limit):
+        ok, blocked = np.ones(len(wanted), bool), False
+        for index, (row, count) in enumerate(zip(rows, wanted, strict=True)):
+            if row == B or count == 0:
+                continue
+            length = len(self.texts[row]) + count
+            need = -(-length // PAGE_SIZE) - len(self.pages[row])
+            if count > limit or length > CAPACITY or self.on_shared_page(row):
+                ok[index] = False
+            elif need and (blocked or need > len(self.free)):
+                ok[index], blocked = False, True
+            else:
+                self.pages[row] += [self.free.pop() for _ in range(need)]
+                self.texts[row] = [*self.texts[row], *tokens[index][:count]]
+        return ok
+
+    def make_writable(self, mask):
+        ok = np.ones(B, bool)
+        for row in np.flatnonzero(mask):
+            if self.on_shared_page(row):
+                ok[row] = bool(self.free)
+                if self.free:
+                    self.pages[row][-1] = self.free.pop()
+        return ok
+
+    def trim(self, lengths):
+        for row, length in enumerate(lengths):
+            self.texts[row] = self.texts[row][:length]
+            kept = -(-len(self.texts[row]) // PAGE_SIZE)
+            while len(self.pages[row]) > kept:
+                self.free_if_unused(self.pages[row].pop(kept))
+
+    def fork(self, source, target):
+        pages, texts = list(self.pages), list(self.texts)
+        for origin, row in zip(source, target, strict=True):
+            if origin < B and row < B and not texts[row]:
+                self.pages[row], self.texts[row] = list(pages[origin]), texts[origin]
+
+    def reorder(self, parents):
+        old, texts = self.pages, self.texts
+        self.pages = [list(old[parent]) if parent < B else [] for parent in parents]
+        self.texts = [texts[parent] if parent < B else [] for parent in parents]
+        dropped = [page for row in old for page in row]
+        for index, page in enumerate(dropped):
+            if page not in dropped[index + 1 :]:
+                self.free_if_unused(page)
+
+    def pin(self, pages):
+        self.pins += [page for page in pages if page < P and self.references(page)]
+
+    def unpin(self, pages):
+        for page in pages:
+            if page in self.pins:
+                self.pins.remove(page)
+                self.free_if_unused(page)
+
+    def run(self, step):
+        match OPERATIONS[step.operation].__name__:
+            case "decode":
+                writable = self.make_writable(step.mask)
+                return writable & self.reserve(step.mask.astype(int), step.tokens, ROW, 1)
+            case "reserve":
+                return self.reserve(step.wanted, step.tokens, ROW, MAX_TOKENS)
+            case "prefill":
+                ok = self.reserve(step.chunk, step.tokens[:R], step.slots, CHUNK)
+                return np.concatenate([ok, np.ones(B - R, bool)])
+            case "make_writable":
+                return self.make_writable(step.mask)
+            case "release":
+                self.trim(np.where(step.mask, CAPACITY, 0))
+            case "trim":
+                self.trim(step.lengths)
+            case "fork":
+                self.fork(step.source, step.target)
+            case "reorder":
+                self.reorder(step.parents)
+            case "pin":
+                self.pin(step.pages)
+            case "unpin":
+                self.unpin(step.pages[:1])
+        return np.ones(B, bool)
+
+
+# The same operations on the table, with the pool's contents and the index's pins beside it.
+
+
+class State(NamedTuple):
+    table: PageTable
+    contents: jax.Array  # [NUM_SLOTS]
+    pins: jax.Array  # [P]
+
+
+def write(state, table, first, tokens, wanted):
+    """Writes as a layer would, refused rows included; also whether a shared page was hit."""
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    slots = table.flat_slots(first[:, None] + offsets)
+    slots = jnp.where(offsets < wanted[:, None], slots, NUM_SLOTS)
+    pages = jnp.where(slots < NUM_SLOTS, slots // PAGE_SIZE, P)
+    shared = table.ref_counts.at[pages].get(mode="fill", fill_value=0) > 1
+    contents = state.contents.at[slots].set(tokens, mode="drop")
+    return state._replace(contents=contents), jnp.any(shared)
+
+
+def make_writable(state, step):
+    table, plan, ok = state.table.make_writable(step.mask)
+    moved = state.contents.at[plan.source_slots].get(mode="fill", fill_value=-1)
+    contents = state.contents.at[plan.target_slots].set(moved, mode="drop")
+    return State(table, contents, state.pins), ok, jnp.zeros((), bool)
+
+
+def reserve(state, step, limit=MAX_TOKENS):
+    table, ok = state.table.reserve(step.wanted, limit)
+    state, shared = write(state, table, state.table.lengths, step.tokens, step.wanted)
+    return state._replace(table=table), ok, shared
+
+
+def decode(state, step):
+    state, writable, _ = make_writable(state, step)
+    step = step._replace(wanted=step.mask.astype(jnp.int32))
+    state, ok, shared = reserve(state, step, limit=1)
+    return state, ok & writable, shared
+
+
+def prefill(state, step):
+    before = state.table.rows(step.slots)
+    rows, ok = before.reserve(step.chunk, CHUNK)
+    state, shared = write(state, rows, before.lengths, step.tokens[:R], step.chunk)
+    table = state.table.with_rows(step.slots, rows)
+    return state._replace(table=table), jnp.concatenate([ok, jnp.ones(B - R, bool)]), shared
+
+
+def mapping(change):
+    """An operation that stores no token and refuses nothing."""
+
+    @functools.wraps(change)
+    def run(state, step):
+        return change(state, step), jnp.ones(B, bool), jnp.zeros((), bool)
+
+    return run
+
+
+@mapping
+def release(state, step):
+    return state._replace(table=state.table.release(~step.mask))
+
+
+@mapping
+def trim(state, step):
+    return state._replace(table=state.table.trim(step.lengths))
+
+
+@mapping
+def fork(state, step):
+    return state._replace(table=state.table.fork(step.source, step.target))
+
+
+@mapping
+def reorder(state, step):
+    return state._replace(table=state.table.reorder(step.parents))
+
+
+@mapping
+def pin(state, step):
+    held = state.table.ref_counts.at[step.pages].get(mode="fill", fill_value=0) > 0
+    pins = state.pins.at[jnp.where(held, step.pages, P)].add(1, mode="drop")
+    return State(state.table.pin(step.pages), state.contents, pins)
+
+
+@mapping
+def unpin(state, step):
+    page = step.pages[:1]
+    page = jnp.where(state.pins.at[page].get(mode="fill", fill_value=0) > 0, page, P)
+    pins = state.pins.at[page].add(-1, mode="drop")
+    return State(state.table.unpin(page), state.contents, pins)
+
+
+OPERATIONS = (
+    decode,
+    reserve,
+    prefill,
+    fork,
+    make_writable,
+    release,
+    reorder,
+    trim,
+    pin,
+    unpin,
+)
+
+
+@jax.jit
+def run_program(program):
+    """Tables, ok, "a shared page was written" and the text of every row after each step."""
+    every = jnp.broadcast_to(jnp.arange(CAPACITY, dtype=jnp.int32)[None], (B, CAPACITY))
+
+    def run_step(state, step):
+        state, ok, shared = jax.lax.switch(step.operation, OPERATIONS, state, step)
+        slots = state.table.flat_slots(every)
+        return state, (
+            state.table,
+            ok,
+            shared,
+            state.contents.at[slots].get(mode="fill", fill_value=0),
+        )
+
+    state = State(small_table(), jnp.full(NUM_SLOTS, -1, jnp.int32), jnp.zeros(P, jnp.int32))
+    return jax.lax.scan(run_step, state, program)[1]
+
+
+def padded(values, width, fill):
+    return [*values, *[fill] * (width - len(values))]
+
+
+@hypothesis.settings(max_examples=2000, deadline=None, derandomize=True)
+@hypothesis.given(st.binary(min_size=STEPS * WIDTH, max_size=STEPS * WIDTH))
+def test_every_program_agrees_with_the_model(encoded):
+    program = decode_program(encoded)
+    tables, oks, shared, texts = jax.tree.map(np.asarray, run_program(program))
+    model, expected = Model(), []
+    for step in zip(*program, strict=True):
+        ok = model.run(Instruction(*step))
+        references = model.all_references()
+        counts = [references.count(page) for page in range(P)]
+        assert sorted(model.free) == [page for page in range(P) if counts[page] == 0]
+        expected.append(
+            [
+                ok,
+                [padded(row, PAGES_PER_SEQUENCE, P) for row in model.pages],
+                [len(text) for text in model.texts],
+                counts,
+                padded(model.free, P, -1),
+                [padded(text, CAPACITY, 0) for text in model.texts],
+            ]
+        )
+    stacks = np.where(np.arange(P) < tables.num_free[:, None], tables.free_pages, -1)
+    actual = (oks, tables.page_indices, tables.lengths, tables.ref_counts, stacks, texts)
+    names = ("ok", "page_indices", "lengths", "ref_counts", "the free stack", "the texts")
+    assert not shared.any()
+    for name, found, wanted in zip(names, actual, zip(*expected, strict=True), strict=True):
+        different = np.argwhere(found != np.array(wanted))
+        assert different.size == 0, f"{name} differ at [step, ...] = {different[0]}"
+
+
+# What each operation promises, one case at a time.
+
+
+def test_init_is_empty_and_hands_out_pages_in_order():
+    table = small_table()
+    assert (table.num_sequences, table.num_pages, table.page_size) == (B, P, PAGE_SIZE)
+    assert (table.pages_per_sequence, table.capacity) == (PAGES_PER_SEQUENCE, CAPACITY)
+    assert table.num_slots == NUM_SLOTS
+    assert table.pages_in_use == 0
+    assert np.all(table.page_indices == P)
+    table = filled_table(4, 0, 3, 1, 0)
+    assert table.pages_in_use == 4
+    assert table.page_indices[:, :2].tolist() == [[0, 1], [P, P], [2, P], [3, P], [P, P]]
+
+
+@pytest.mark.parametrize("field", ["num_sequences", "num_pages", "page_size", "pages_per_sequence"])
+@pytest.mark.parametrize("size", [0, -1])
+def test_init_names_the_size_that_is_wrong(field, size):
+    sizes = {"num_sequences": 2, "num_pages": 3, "page_size": 5, "pages_per_sequence": 7}
+    with pytest.raises(ValueError, match=f"{field}={size}: .* at least 1"):
+        PageTable.init(**sizes | {field: size})
+
+
+@pytest.mark.parametrize("sizes", [(2, 2**27, 16, 1), (2, 1, 16, 2**27)])
+def test_init_refuses_more_slots_than_int32_can_number(sizes):
+    with pytest.raises(ValueError, match="2147483648 token slots, more than int32 can number"):
+        PageTable.init(*sizes)
+
+
+def test_arguments_must_have_one_entry_per_sequence():
+    with pytest.raises(ValueError, match=r"wanted has shape \(1,\), .* 5 sequences"):
+        small_table().reserve(i32(1))
+    with pytest.raises(ValueError, match="max_tokens=0: want at least 1"):
+        small_table().reserve(jnp.ones(B, jnp.int32), 0)
+
+
+def test_reserve_grants_in_slot_order_without_overtaking():
+    table = filled_table(2, 18, 0, 0, 12)  # 11 pages; 2 are free
+    table, ok = on.reserve(table, i32(1, 1, 7, 3, 2))
+    # Row 0 has room in its page, row 1 takes a page, row 2 wants 3 of 1, and those behind wait.
+    assert ok.tolist() == [True, True, False, False, False]
+    assert table.lengths.tolist() == [3, 19, 0, 0, 12]
+    assert table.pages_in_use == 12
+    table, ok = on.reserve(table, i32(0, 2, 0, 3, 0))
+    assert np.all(ok)
+    assert table.pages_in_use == P
+
+
+def test_reserve_refuses_what_is_out_of_bounds_without_harm_to_others():
+    table = filled_table(CAPACITY, 1, 0, 0, 0)
+    new, ok = on.reserve(table, i32(1, -1, 9, 2**31 - 1, 8), MAX_TOKENS)
+    assert ok.tolist() == [False, False, False, False, True]
+    assert np.array_equal(new.page_indices[:4], table.page_indices[:4])
+    assert new.lengths.tolist() == [CAPACITY, 1, 0, 0, 8]
+    assert new.pages_in_use == table.pages_in_use + 3
+
+
+def test_reserve_refuses_to_lengthen_a_row_into_a_shared_page():
+    table = on.fork(filled_table(4, 3, 0, 0, 0), i32(0, 1), i32(2, 3))
+    # Rows 0 and 2 share a partial page; rows 1 and 3 a full one, which nobody writes again.
+    table, ok = on.reserve(table, ONES, 1)
+    assert ok.tolist() == [False, True, False, True, True]
+    table, plan, ok = on.make_writable(table, only(2))
+    assert np.all(ok)
+    assert plan.source_slots.tolist().count(NUM_SLOTS) == B * PAGE_SIZE - 1
+    assert np.all(on.reserve(table, ONES, 1)[1])
+
+
+def test_the_last_row_on_a_page_keeps_it():
+    table = on.fork(filled_table(2, 0, 0, 0, 0), i32(0, 0, 0), i32(1, 3, 4))
+    table, plan, ok = on.make_writable(table, ONES > 0)
+    assert np.all(ok)
+    assert table.pages_in_use == 4
+    assert table.page_indices[:, 0].tolist() == [1, 2, P, 3, 0]
+    none = NUM_SLOTS
+    sources, unused = [0, 1, none], [none, none, none]
+    assert plan.source_slots.tolist() == sources + sources + unused + sources + unused
+    assert plan.target_slots.tolist() == [3, 4, none, 6, 7, none, *unused, 9, 10, none, *unused]
+
+
+def test_make_writable_refuses_when_no_page_is_free_and_leaves_the_row():
+    table = on.fork(filled_table(20, 18, 0, 0, 0), i32(0), i32(2))
+    assert table.pages_in_use == P
+    new, plan, ok = on.make_writable(table, only(2))
+    assert ok.tolist() == [True, True, False, True, True]
+    assert np.all(plan.target_slots == NUM_SLOTS)
+    assert jax.tree.all(jax.tree.map(np.array_equal, new, table))
+
+
+def test_a_pinned_partial_page_is_copied_and_outlives_its_row():
+    table = on.pin(filled_table(2, 0, 0, 0, 0), i32(0, P))
+    table, plan, ok = on.make_writable(table, ONES > 0)
+    assert np.all(ok)
+    assert plan.source_slots[:2].tolist() == [0, 1]
+    table = on.release(table, only(0))
+    assert table.pages_in_use == 1
+    assert on.unpin(table, i32(P, 0)).pages_in_use == 0
+
+
+def test_release_and_unpin_return_everything():
+    table = on.fork(filled_table(5, 7, 0, 0, 3), i32(0, 1), i32(2, 3))
+    table = on.pin(on.pin(table, i32(0, 0)), i32(4, P))
+    table = on.trim(on.reorder(table, i32(1, 1, 0, 2, 4)), i32(7, 4, 0, 5, 3))
+    table = on.release(table, table.lengths > 0)
+    assert table.pages_in_use == 2
+    table = on.unpin(on.unpin(table, i32(0, 4)), i32(0, P))
+    assert table.pages_in_use == 0
+    assert sorted(table.free_pages.tolist()) == list(range(P))
+
+
+def test_flat_slots_gives_the_sentinel_for_what_is_not_stored():
+    table = filled_table(4, 2, 0, 0, 0)
+    indices = i32(-1, 0, 3, 4, 5, CAPACITY, 2**31 - 1)
+    slots = on.flat_slots(table, jnp.broadcast_to(indices[None], (B, indices.size)))
+    assert slots[0].tolist() == [NUM_SLOTS, 0, 3, *[NUM_SLOTS] * 4]
+    assert slots[1].tolist() == [NUM_SLOTS, 6, *[NUM_SLOTS] * 5]
+    assert np.all(slots[2:] == NUM_SLOTS)
+
+
+def test_padding_rows_are_empty_and_are_dropped():
+    table = filled_table(4, 2, 0, 0, 0)
+    rows = on.rows(table, i32(1, B))
+    assert rows.lengths.tolist() == [2, 0]
+    assert rows.page_indices[1].tolist() == [P] * PAGES_PER_SEQUENCE
+    rows, ok = on.reserve(rows, i32(2, 0), CHUNK)
+    assert np.all(ok)
+    table = on.with_rows(table, i32(1, B), rows)
+    assert table.lengths.tolist() == [4, 4, 0, 0, 0]
+    assert table.page_indices[1, :3].tolist() == [2, 3, P]
+    assert table.pages_in_use == 4
+
+
+# Misuse is named under checkify, and leaves the pool whole (checkify returns the table as well).
+
+MISUSE = [
+    (("reserve", i32(CAPACITY, 0, 0, 0, 0)), r"sequence 0 .*from page 0 on.*wants 21"),
+    (("reserve", i32(0, 0, -1, 0, 0)), r"sequence 2 .*page 13 .*wants -1"),
+    (("release", only(0, 3)), r"sequence 3 is released twice.*page 13"),
+    (("trim", i32(4, 3, 0, 0, 0)), r"sequence 1 .*page 2 on.* holds 2 .*to 3"),
+    (("fork", i32(3, 0), i32(4, 1)), r"sequence 0 .*to sequence 1, which holds 2 .*page 2 on"),
+    (("fork", i32(0, 1), i32(2, 2)), r"sequence 0 .*to sequence 2.*distinct"),
+    (("fork", i32(6, 0), i32(2, 3)), r"sequence 6 cannot be forked to sequence 2"),
+    (("fork", i32(0, 1), i32(-1, 3)), r"sequence 0 cannot be forked to sequence -1"),
+    (("reorder", i32(0, -1, 2, 3, 4)), r"sequence 1 .*page 2 on.*parent -1"),
+    (("pin", i32(P, 7)), r"entry 1 pins page 7"),
+    (("pin", i32(-1, P)), r"entry 0 pins page -1"),
+    (("unpin", i32(P, 7)), r"\(or entry\) 1 gives back page 7.*double release"),
+    (("unpin", i32(99, P)), r"0 gives back page 99.*bad page"),
+]
+
+
+@functools.cache
+def checked(name):
+    return jax.jit(checkify.checkify(getattr(PageTable, name)))
+
+
+@pytest.mark.parametrize(("misuse", "message"), MISUSE)
+def test_misuse_is_named_under_checkify_and_leaves_the_pool_whole(misuse, message):
+    name, *arguments = misuse
+    error, table = checked(name)(filled_table(4, 2, 0, 0, 0), *arguments)
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        error.throw()
+    table = table[0] if isinstance(table, tuple) else table
+    mapped = np.asarray(table.page_indices)
+    references = np.bincount(mapped[mapped < P], minlength=P)
+    assert np.array_equal(table.ref_counts, references)
+    stack = sorted(table.free_pages[: table.num_free].tolist())
+    assert stack == np.flatnonzero(references == 0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (("flat_slots", jnp.zeros((B, 1), jnp.int32)), r"sequence 1 maps page -1"),
+        (("release", only(1)), r"1 gives back page -1"),
+        (("reserve", i32(0, 0, 0, 0, 3)), r"page 0, of ref_count 1, to sequence 4"),
+    ],
+)
+def test_corrupt_tables_are_named_under_checkify(use, message):
+    name, argument = use
+    table = filled_table(4, 2, 0, 0, 0)
+    table = dataclasses.replace(
+        table,
+        page_indices=table.page_indices.at[1, 0].set(-1),
+        free_pages=jnp.zeros_like(table.free_pages),
+    )
+    error, result = checked(name)(table, argument)
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        error.throw()
+    if name == "flat_slots":
+        assert result[1, 0] == NUM_SLOTS
+
+
+def test_correct_use_passes_checkify():
+    table = filled_table(4, 2, 0, 0, 0)
+    program = [
+        ("fork", i32(0, B), i32(2, B)),
+        ("pin", i32(2, P)),
+        ("make_writable", ONES > 0),
+        ("reserve", ONES),
+        ("reorder", i32(0, 0, 2, B, 1)),
+        ("trim", i32(1, 5, 0, 0, 2)),
+        ("unpin", i32(2, P)),
+        ("release", only(0, 1, 4)),
+    ]
+    for name, *arguments in program:
+        error, table = checked(name)(table, *arguments)
+        error.throw()
+        table = table[0] if isinstance(table, tuple) else table
+    assert table.pages_in_use == 0
+
+
+# What XLA sees: a step's cost does not depend on the pool.
+
+LARGE_POOL = 10007
+
+
+def every_equation(jaxpr):
+    for equation in jaxpr.eqns:
+        inner = [
+            getattr(value, "jaxpr", value)
+            for value in jax.tree.leaves(
+                equation.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+            )
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr")
+        ]
+        if inner and not equation.primitive.name.startswith("scatter"):
+            for sub in inner:
+                yield from every_equation(sub)
+        else:
+            yield equation
+
+
+def decode_step(table):
+    wanted = jnp.ones(B, jnp.int32)
+    table, _, _ = table.make_writable(wanted > 0)
+    return table.reserve(wanted, 1)[0]
+
+
+@pytest.mark.parametrize("max_tokens", [1, CHUNK, None])
+def test_reserve_has_no_loop_and_touches_the_pool_only_by_scatter_and_gather(max_tokens):
+    table = PageTable.init(B, LARGE_POOL, PAGE_SIZE, PAGES_PER_SEQUENCE)
+    jaxpr = jax.make_jaxpr(lambda t, wanted: t.reserve(wanted, max_tokens))(
+        table, jnp.ones(B, jnp.int32)
+    )
+    names, on_pool = set(), set()
+    for equation in every_equation(jaxpr.jaxpr):
+        names.add(equation.primitive.name)
+        shapes = [v.aval.shape for v in (*equation.invars, *equation.outvars)]
+        if any(LARGE_POOL in shape for shape in shapes):
+            on_pool.add(equation.primitive.name)
+    assert not names & {"while", "scan", "cond", "fori_loop"}
+    assert on_pool == {"gather", "scatter"}
+
+
+def beam_step(table):
+    """Every operation that a decode loop may call."""
+    table = decode_step(table.reorder(i32(0, 0, 2, 3, 4)))
+    table = table.trim(table.lengths - (table.lengths % 5 == 0).astype(jnp.int32))
+    return table.pin(table.page_indices[:, 0]).unpin(table.page_indices[:, 0])
+
+
+@pytest.mark.parametrize("step", [decode_step, beam_step])
+def test_a_donated_loop_updates_the_pool_in_place(step):
+    table = PageTable.init(B, LARGE_POOL, PAGE_SIZE, PAGES_PER_SEQUENCE)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def loop(table):
+        return jax.lax.fori_loop(0, CAPACITY, lambda _, t: step(t), table)
+
+    compiled = loop.lower(table).compile()
+    assert re.findall(rf"s32\[{LARGE_POOL}\]\S* copy\(.*", compiled.as_text()) == []
+    before = table.ref_counts
+    assert loop(table).lengths.max() > 0
+    assert before.is_deleted()
