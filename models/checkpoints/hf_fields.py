@@ -118,11 +118,12 @@ class Fields:
 
     def number(self, name: str) -> float:
         """A required finite number, or CheckpointError."""
-        return self._typed(name, self.value(name), (int, float), "a finite number")
+        return float(self._typed(name, self.value(name), (int, float), "a finite number"))
 
     def optional_number(self, name: str) -> float | None:
         """A finite number, or None where the field is absent or null."""
-        return self._optional(name, (int, float), "a finite number")
+        value = self._optional(name, (int, float), "a finite number")
+        return None if value is None else float(value)
 
     def flag(self, name: str, absent: bool) -> bool:
         """True or false; `absent` is what an absent field means."""
