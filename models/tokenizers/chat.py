@@ -76,6 +76,9 @@ def encode_chat(
 ) -> list[int]:
     """Encodes a conversation; arguments and errors as `render_chat`.
 
+    Special tokens are read from the whole text, so those written in a message count too, as in
+    transformers: a service must look for them in what users send.
+
     Returns:
       Token ids. The template itself writes the begin-of-text token where the model wants one.
     """

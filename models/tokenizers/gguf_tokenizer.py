@@ -83,7 +83,9 @@ def _byte_level(fields: Mapping[str, Any], name: str) -> Tokenizer:
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(fields["tokens"])]
     kinds = np.asarray(fields.get("token_type", [])).tolist()
     # A merge is "left right", and a piece may itself begin with a space.
-    splits = ((merge, merge.index(" ", 1)) for merge in _needed(fields, "merges", name))
+    splits = [(merge, merge.find(" ", 1)) for merge in _needed(fields, "merges", name)]
+    if bad := [merge for merge, at in splits if at < 0]:
+        raise ValueError(f"merge {bad[0]!r} of {name} is not two pieces with a space between")
     merges = [(merge[:at], merge[at + 1 :]) for merge, at in splits]
     pre = fields.get("pre") or "default"
     vocab = {token: i for i, token in enumerate(tokens)}

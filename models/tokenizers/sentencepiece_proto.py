@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
-_PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
+_ONE_BYTE = 0x7F
+_TRAINER, _NORMALIZER, _DENORMALIZER = 2, 3, 5
 _BPE = 2
 
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
@@ -113,8 +114,12 @@ def write_bpe_model(
     """
     out = []
     for piece, score, kind in pieces:
-        message = _bytes_field(1, piece.encode()) + b"\x15" + struct.pack("<f", score)
-        out.append(_bytes_field(_PIECES, message + _int_field(3, kind)))
+        text = piece.encode()
+        # Field 1, the text; 2, the score; 3, the kind. Most pieces need no long length.
+        size = _varint(len(text)) if len(text) > _ONE_BYTE else bytes((len(text),))
+        message = b"\x0a%b%b\x15%b\x18%c" % (size, text, struct.pack("<f", score), kind)
+        size = _varint(len(message)) if len(message) > _ONE_BYTE else bytes((len(message),))
+        out += [b"\x0a", size, message]
     trainer = (
         _int_field(3, _BPE)
         + _int_field(35, byte_fallback)
@@ -135,13 +140,17 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yields (field number, value); numbers as unsigned integers, anything else as bytes."""
     at = 0
     while at < len(message):
-        key, at = _read_varint(message, at)
+        key, at = message[at], at + 1
+        if key > _ONE_BYTE:
+            key, at = _read_varint(message, at - 1)
         number, wire = key >> 3, key & 7
         if wire == _VARINT:
             value, at = _read_varint(message, at)
             yield number, value
             continue
-        if wire == _BYTES:
+        if wire == _BYTES and at < len(message) and message[at] <= _ONE_BYTE:
+            size, at = message[at], at + 1
+        elif wire == _BYTES:
             size, at = _read_varint(message, at)
         elif wire in (_FIXED32, _FIXED64):
             size = 4 if wire == _FIXED32 else 8
@@ -168,7 +177,7 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
 def _varint(value: int) -> bytes:
     value &= (1 << 64) - 1
     out = bytearray()
-    while value > 0x7F:
+    while value > _ONE_BYTE:
         out.append(value & 0x7F | 0x80)
         value >>= 7
     out.append(value)

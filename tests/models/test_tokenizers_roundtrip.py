@@ -190,6 +190,23 @@ def test_a_vocabulary_without_a_byte_says_so():
         tokenizer.encode("a\x04")
 
 
+def test_the_byte_tokenizer_fits_any_vocabulary_that_holds_the_bytes():
+    tokenizer = ByteTokenizer(307)
+
+    assert tokenizer.encode("ı<eos>", parse_special=True) == [*"ı".encode(), 257]
+    assert [tokenizer.id_to_piece(i) for i in (10, 65, 256, 257, 306)] == [
+        "<0x0A>",
+        "A",
+        "<bos>",
+        "<eos>",
+        "<unused_306>",
+    ]
+    assert tokenizer.piece_to_id("<eos>") == 257
+    assert tokenizer.decode([306]) == "\ufffd"
+    with pytest.raises(ValueError, match="vocab_size 257 is too small"):
+        ByteTokenizer(257)
+
+
 def test_paths_are_given_back_as_they_were(trained):
     assert isinstance(trained("bpe"), pathlib.Path)
     assert load_tokenizer(str(trained("bpe"))).encode("the") == load_tokenizer(
