@@ -66,12 +66,14 @@ class GgufFile:
       metadata: values by key: Python numbers, bools and strings, lists of strings, NumPy arrays of
         numbers. float32 scalars come as the shortest decimal that names them (1e-05).
       tensors: by name.
+      metadata_end: offset of the first byte behind the metadata.
       data: `[size] uint8`, the whole file.
     """
 
     path: pathlib.Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    metadata_end: int
     data: np.ndarray
 
     def dequantized(self, name: str) -> np.ndarray:
@@ -124,7 +126,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     cursor = _Cursor(mapped, path)
     try:
-        metadata, tensors = cursor.read_header()
+        metadata, metadata_end, tensors = cursor.read_header()
     except (struct.error, IndexError) as error:
         raise CheckpointError(f"{path} is truncated: it ends inside its header") from error
     parts = metadata.get("split.count", 0)
@@ -138,7 +140,25 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
         raise CheckpointError(
             f"{path} is truncated: its tensors end at byte {end}, the file at byte {len(mapped)}"
         )
-    return GgufFile(path, metadata, tensors, np.frombuffer(mapped, np.uint8))
+    return GgufFile(path, metadata, tensors, metadata_end, np.frombuffer(mapped, np.uint8))
+
+
+def copy_metadata(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Writes a GGUF file with the metadata of another (its tokenizer, say) and no tensors.
+
+    Args:
+      source: the file to copy from.
+      target: the file to write.
+
+    Raises:
+      CheckpointError: see `open_gguf`.
+      OSError: the target cannot be written.
+    """
+    file = open_gguf(source)
+    count_start, count_end = len(_MAGIC) + 4, len(_MAGIC) + 12
+    header = file.data[: file.metadata_end].copy()
+    header[count_start:count_end] = 0
+    pathlib.Path(target).write_bytes(header.tobytes())
 
 
 class _Cursor:
@@ -149,7 +169,7 @@ class _Cursor:
         self._path = path
         self._at = len(_MAGIC)
 
-    def read_header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    def read_header(self) -> tuple[dict[str, Any], int, dict[str, GgufTensor]]:
         version = self._unpack("<I")
         if version not in _VERSIONS:
             raise CheckpointError(
@@ -160,13 +180,18 @@ class _Cursor:
         for _ in range(value_count):
             key = self._string()
             metadata[key] = self._value(self._unpack("<I"))
+        metadata_end = self._at
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         tensors = [self._tensor() for _ in range(tensor_count)]
         begin = -(-self._at // alignment) * alignment
-        return metadata, {
-            tensor.name: dataclasses.replace(tensor, start=begin + tensor.start)
-            for tensor in tensors
-        }
+        return (
+            metadata,
+            metadata_end,
+            {
+                tensor.name: dataclasses.replace(tensor, start=begin + tensor.start)
+                for tensor in tensors
+            },
+        )
 
     def _tensor(self) -> GgufTensor:
         """One entry of the list of tensors, its start still relative to the first value."""
