@@ -17,7 +17,8 @@ _NAMED = 3  # names an error spells out before it only counts
 
 def flat_shapes(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter of a config, by flat name; nothing is allocated."""
-    return traverse_util.flatten_dict(param_shapes(config), sep="/")
+    leaves = jax.tree_util.tree_leaves_with_path(param_shapes(config))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def nest(flat: Mapping[str, jax.Array], config: DecoderConfig) -> dict:
