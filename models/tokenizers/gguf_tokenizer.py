@@ -2,7 +2,8 @@
 
 Two kinds, which are those of kvlab's model families: `gpt2` (byte-level BPE) and `llama`
 (SentencePiece BPE, rebuilt as a model file). Token ids agree with llama.cpp, whose defaults for
-absent keys are followed (llama.cpp, `src/llama-vocab.cpp`). Keys: ggml's `docs/gguf.md`.
+absent keys are followed (llama.cpp, `src/llama-vocab.cpp`), but for a U+2581 in the text of a
+`llama` vocabulary: llama.cpp makes a space of it. Keys: ggml's `docs/gguf.md`.
 """
 
 import os
