@@ -501,6 +501,7 @@ def test_padding_rows_are_empty_and_are_dropped():
 
 # Misuse is named under checkify, and leaves the pool whole (checkify returns the table as well).
 
+# Page -11 would wrap to page 2, which is in use.
 MISUSE = [
     (("reserve", i32(CAPACITY, 0, 0, 0, 0)), r"sequence 0 .*from page 0 on.*wants 21"),
     (("reserve", i32(0, 0, -1, 0, 0)), r"sequence 2 .*page 13 .*wants -1"),
@@ -512,9 +513,10 @@ MISUSE = [
     (("fork", i32(0, 1), i32(-1, 3)), r"sequence 0 cannot be forked to sequence -1"),
     (("reorder", i32(0, -1, 2, 3, 4)), r"sequence 1 .*page 2 on.*parent -1"),
     (("pin", i32(P, 7)), r"entry 1 pins page 7"),
-    (("pin", i32(-1, P)), r"entry 0 pins page -1"),
+    (("pin", i32(-11, P)), r"entry 0 pins page -11"),
     (("unpin", i32(P, 7)), r"\(or entry\) 1 gives back page 7.*double release"),
     (("unpin", i32(99, P)), r"0 gives back page 99.*bad page"),
+    (("unpin", i32(-11, P)), r"0 gives back page -11.*bad page"),
 ]
 
 
