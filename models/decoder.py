@@ -13,6 +13,7 @@ Parameters (weights are [in, out], used as x @ weight):
   head/weight [D, V] (untied)
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import flax.linen as nn
@@ -26,7 +27,7 @@ from kvlab.ops.caches.contiguous import RowTable
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
 from kvlab.ops.caches.recompute import RecomputeCache
 from kvlab.ops.linear import embed, linear, linear_transposed
-from kvlab.ops.rope import apply_rope
+from kvlab.ops.rope import rotate, rotation
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -98,7 +99,8 @@ class Attention(nn.Module):
     """Grouped-query attention of one layer over its cache."""
 
     config: DecoderConfig
-    layer: int
+    num_kv_heads: int
+    window: int | None
     implementation: str | None
 
     @nn.compact
@@ -108,7 +110,7 @@ class Attention(nn.Module):
         step: Step,
         cache: LayerCache,
         table: Table,
-        prompt_lengths: jax.Array | None,
+        rotation: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, LayerCache]:
         """[B, T, D] and the layer's cache to [B, T, D] and the new cache."""
         config = self.config
@@ -119,17 +121,16 @@ class Attention(nn.Module):
             return y.reshape(*x.shape[:-1], count, config.head_dim)
 
         query = heads("query", config.num_heads)
-        key = heads("key", config.kv_heads[self.layer])
-        value = heads("value", config.kv_heads[self.layer])
+        key = heads("key", self.num_kv_heads)
+        value = heads("value", self.num_kv_heads)
         if config.qk_norm:
             query = Norm(config.norm, config.param_dtype, name="query_norm")(query)
             key = Norm(config.norm, config.param_dtype, name="key_norm")(key)
-        if config.rope is not None:
-            query = apply_rope(query, step.positions, config.rope, prompt_lengths)
-            key = apply_rope(key, step.positions, config.rope, prompt_lengths)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         options = AttentionOptions(
             scale=config.attention_scale,
-            window=config.layer_windows[self.layer],
+            window=self.window,
             soft_cap=config.soft_cap,
             implementation=self.implementation,
         )
@@ -165,7 +166,8 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each with its norms, on the residual stream."""
 
     config: DecoderConfig
-    layer: int
+    num_kv_heads: int
+    window: int | None
     implementation: str | None
 
     @nn.compact
@@ -175,7 +177,7 @@ class DecoderLayer(nn.Module):
         step: Step,
         cache: LayerCache,
         table: Table,
-        prompt_lengths: jax.Array | None,
+        rotation: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, LayerCache]:
         """[B, T, D] and the layer's cache to [B, T, D] and the new cache."""
         config = self.config
@@ -183,8 +185,10 @@ class DecoderLayer(nn.Module):
         def norm(name: str, y: jax.Array) -> jax.Array:
             return Norm(config.norm, config.param_dtype, name=name)(y)
 
-        attend = Attention(config, self.layer, self.implementation, name="attention")
-        y, cache = attend(norm("attention_norm", x), step, cache, table, prompt_lengths)
+        attend = Attention(
+            config, self.num_kv_heads, self.window, self.implementation, name="attention"
+        )
+        y, cache = attend(norm("attention_norm", x), step, cache, table, rotation)
         x = x + (norm("attention_post_norm", y) if config.post_norms else y)
         y = MLP(config, name="mlp")(norm("mlp_norm", x))
         x = x + (norm("mlp_post_norm", y) if config.post_norms else y)
@@ -204,7 +208,8 @@ class Decoder(nn.Module):
         if config.rope is None:
             self.position_embed = Embedding(config.max_length, config.embed_dim, config.param_dtype)
         self.layers = [
-            DecoderLayer(config, index, self.implementation) for index in range(config.num_layers)
+            DecoderLayer(config, num_kv_heads, window, self.implementation)
+            for num_kv_heads, window in zip(config.kv_heads, config.layer_windows, strict=True)
         ]
         self.final_norm = Norm(config.norm, config.param_dtype)
         if not config.tie_embeddings:
@@ -231,13 +236,23 @@ class Decoder(nn.Module):
           Hidden states after the final norm [B, T, D], and the new caches.
         """
         x = self.embed(tokens).astype(self.config.compute_dtype)
+        turns = None
         if self.config.rope is None:
             x = x + self.position_embed(step.positions).astype(x.dtype)
+        else:
+            rope, head_dim = self.config.rope, self.config.head_dim
+            turns = rotation(step.positions, rope, head_dim, prompt_lengths)
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         new_caches = []
-        for layer, cache, table in zip(self.layers, caches, tables, strict=True):
-            x, new_cache = layer(x, step, cache, table, prompt_lengths)
+        for index, (cache, table) in enumerate(zip(caches, tables, strict=True)):
+            layer = self.layers[index]
+            if self.is_initializing():
+                x, new_cache = layer(x, step, cache, table, turns)
+            else:
+                params = self.variables["params"][f"layers_{index}"]
+                pure = layer.clone(parent=None, name=None)
+                x, new_cache = _apply_layer(pure, params, x, step, cache, table, turns)
             new_caches.append(new_cache)
         return self.final_norm(x), tuple(new_caches)
 
@@ -257,6 +272,20 @@ class Decoder(nn.Module):
         tables = [RowTable(lengths, length) for _ in self.layers]
         hidden, _ = self(tokens, Step(positions, valid, valid), caches, tables, lengths)
         return self.logits(hidden)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply_layer(
+    layer: DecoderLayer,
+    params: dict,
+    x: jax.Array,
+    step: Step,
+    cache: LayerCache,
+    table: Table,
+    rotation: tuple[jax.Array, jax.Array] | None,
+) -> tuple[jax.Array, LayerCache]:
+    """One layer as a function of its parameters: equal layers are traced once, not L times."""
+    return layer.apply({"params": params}, x, step, cache, table, rotation)
 
 
 def init_params(config: DecoderConfig, key: jax.Array) -> dict:

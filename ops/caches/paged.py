@@ -64,7 +64,7 @@ class PagedCache:
     ) -> tuple[jax.Array, Self]:
         """Writes, then reads what is stored; see `LayerCache.attend`."""
         cache = self.write(key, value, step, table)
-        num_pages, num_kv_heads, head_dim, page_size = self.k_pages.shape
+        _, num_kv_heads, head_dim, page_size = self.k_pages.shape
         block_pages = -(-READ_BLOCK // page_size)
         block = block_pages * page_size
         page_indices = _padded_page_indices(_paged(table), block_pages)

@@ -1,0 +1,185 @@
+"""Experiments as data: a sweep is one frozen value that a file, a flag or a manifest can give."""
+
+import dataclasses
+import importlib.util
+import itertools
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from kvlab.models.config_json import decoded, encoded
+from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One point of attention x cache.
+
+    Args:
+      attention: `mha`, `gqa`, `gqa:K` or `mqa`, or one per layer.
+      cache: the cache of all layers, or one per layer.
+    """
+
+    attention: str | tuple[str, ...] = "gqa"
+    cache: CacheSpec | tuple[CacheSpec, ...] = dataclasses.field(default_factory=CacheSpec)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the variant has no cache."""
+        return self._specs[0].placement == Recompute()
+
+    @property
+    def _specs(self) -> tuple[CacheSpec, ...]:
+        return (self.cache,) if isinstance(self.cache, CacheSpec) else self.cache
+
+    def settings(self) -> dict[str, Any]:
+        """The variant as a row's config names it; per-layer values are joined, runs counted."""
+        settings: dict[str, Any] = {"attention": _runs(self.attention)}
+        if len(set(self._specs)) > 1:
+            settings["placement"] = _runs(tuple(str(spec.placement) for spec in self._specs))
+            settings["storage"] = _runs(tuple(spec.storage for spec in self._specs))
+            return settings
+        spec = self._specs[0]
+        if isinstance(spec.placement, Paged):
+            settings |= {"placement": "paged", "page_size": spec.placement.page_size}
+        else:
+            settings["placement"] = str(spec.placement)
+        return settings | {"storage": spec.storage}
+
+
+def _runs(values: str | tuple[str, ...]) -> str:
+    """One value as it is; one per layer as `10*gqa+20*mqa`."""
+    if isinstance(values, str):
+        return values
+    groups = [(value, len(list(group))) for value, group in itertools.groupby(values)]
+    if len(groups) == 1:
+        return groups[0][0]
+    return "+".join(f"{count}*{value}" for value, count in groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """An ablation: every variant at every batch size, with speed, bytes and quality.
+
+    Args:
+      name: of the experiment; rows carry it.
+      question: what it asks, for the report.
+      model: any form that `kvlab.models.load.load_model` takes.
+      variants: the points of attention x cache.
+      batch_sizes: sequences decoded together. Quality is scored at the first of them.
+      prompt_tokens: tokens of each timed prompt.
+      decode_tokens: tokens decoded after it.
+      recompute_decode_tokens: as many where every step computes the whole text.
+      repeats: timed repetitions after the warm-up.
+      quality_tokens: tokens of each evaluation text that are scored; None is all, 0 is none.
+      max_length: slots that a sequence may grow to; contiguous placement reserves them all.
+      chunk: tokens of a row of one prefill call.
+      seed: picks the timed prompts.
+      implementation: of attention; None is the best available.
+
+    Raises:
+      ValueError: no variant, or a size out of range.
+    """
+
+    name: str
+    question: str
+    model: str
+    variants: tuple[Variant, ...]
+    batch_sizes: tuple[int, ...] = (1, 8)
+    prompt_tokens: int = 64
+    decode_tokens: int = 16
+    recompute_decode_tokens: int = 2
+    repeats: int = 3
+    quality_tokens: int | None = 1024
+    max_length: int = 1024
+    chunk: int = 64
+    seed: int = 0
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if not self.variants or not self.batch_sizes:
+            raise ValueError("a sweep needs at least one variant and one batch size")
+        sizes = ("prompt_tokens", "decode_tokens", "recompute_decode_tokens", "repeats", "chunk")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} given; it must be 1 or more")
+        if min(self.batch_sizes) < 1:
+            raise ValueError(f"batch_sizes={self.batch_sizes} given; each must be 1 or more")
+        if self.quality_tokens is not None and self.quality_tokens < 0:
+            raise ValueError(f"quality_tokens={self.quality_tokens} given; use 0 for no quality")
+        if self.prompt_tokens + self.decode_tokens > self.max_length:
+            raise ValueError(
+                f"prompt_tokens={self.prompt_tokens} and decode_tokens={self.decode_tokens} do not "
+                f"fit max_length={self.max_length}; raise max_length or lower them"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The experiment as a manifest stores it."""
+        return encoded(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Sweep":
+        """Reads what `to_json` gave.
+
+        Raises:
+          ValueError: not a sweep, or one of another version of kvlab.
+        """
+        classes = (Sweep, Variant, CacheSpec, Paged, Contiguous, Recompute)
+        try:
+            sweep = decoded(dict(value), {one.__name__: one for one in classes})
+        except TypeError as error:
+            raise ValueError(f"the manifest's config is not a sweep: {error}") from error
+        if not isinstance(sweep, Sweep):
+            raise ValueError("the manifest's config is not a sweep")
+        return sweep
+
+
+def cross(attentions: tuple[str, ...], caches: tuple[CacheSpec, ...]) -> tuple[Variant, ...]:
+    """Every attention with every cache; equal points once."""
+    points = [Variant(attention, cache) for attention in attentions for cache in caches]
+    return tuple(dict.fromkeys(points))
+
+
+def load_experiment(name: str) -> Sweep:
+    """Reads an experiment file.
+
+    Args:
+      name: a module of `kvlab.experiments.configs`, or the path of a `.py` file.
+
+    Returns:
+      The `Sweep` that the file calls `CONFIG`.
+
+    Raises:
+      ValueError: no such experiment, a file that does not run, or one without a `CONFIG`.
+    """
+    shipped = importlib.util.find_spec("kvlab.experiments.configs")
+    assert shipped is not None
+    folders = [pathlib.Path(p) for p in shipped.submodule_search_locations or ()]
+    known = sorted(path.stem for folder in folders for path in folder.glob("[a-z]*.py"))
+    path = pathlib.Path(name)
+    if path.suffix != ".py":
+        if name not in known:
+            raise ValueError(
+                f"config={name!r} is not known; give the path of a .py file, or one of: "
+                f"{', '.join(known)}"
+            )
+        path = next(f / f"{name}.py" for f in folders if (f / f"{name}.py").exists())
+    if not path.is_file():
+        raise ValueError(f"config file {path} does not exist")
+    spec = importlib.util.spec_from_file_location(f"kvlab_experiment_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        kind = type(error).__name__
+        raise ValueError(f"config file {path} does not run: {kind}: {error}") from error
+    config = getattr(module, "CONFIG", None)
+    if not isinstance(config, Sweep):
+        raise ValueError(
+            f"config file {path} must define CONFIG, a kvlab.research.experiment.Sweep; it has "
+            f"{type(config).__name__}"
+        )
+    return config

@@ -1,0 +1,400 @@
+"""Prefill and decode: jitted pure functions over a model's cache.
+
+Axes: B sequences (slots), R rows of a prefill call, T positions, D model width, V vocabulary, n
+tokens of a decode call.
+
+A session compiles two programs, whatever the lengths: `prefill` in its one shape [rows, chunk], and
+`decode`, a loop on the device; the host loop is `decode` asked for one step. `logits` carries
+what the model predicts next for every sequence: decode samples from it, feeds the token, and
+leaves the next prediction there. Within one `InferenceConfig` a sequence's numbers do not depend
+on its neighbours, its slot or its pages (WORKSPACE-notes.md, batch invariance).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvlab.models.config import DecoderConfig
+from kvlab.models.decoder import Decoder
+from kvlab.ops.attention import resolve_implementation
+from kvlab.ops.caches.protocol import LayerCache, Step, Table
+from kvlab.ops.page_table import PageTable
+from kvlab.ops.sampling import SamplingParams, sample, token_log_prob
+from kvlab.ops.specs import CacheSpec, Recompute, assign_tables
+from kvlab.research.cache import Cache, init_cache
+
+Params = Any  # the parameter tree at the top of kvlab.models.decoder
+MAX_STOP_IDS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceConfig:
+    """Everything that fixes the shapes, and so the bits, of a session. Static under jit.
+
+    Args:
+      model: the decoder.
+      specs: the cache of each layer; one `CacheSpec` stands for all layers.
+      slots: sequences the cache holds (B).
+      max_length: most tokens of one sequence, prompt and continuation.
+      rows: sequences of one prefill call (R).
+      chunk: tokens a row of one prefill call. `recompute` needs chunk = max_length, its steps
+        being whole texts.
+      num_pages: pages of each paged pool; None lets every slot reach `max_length`.
+      decode_steps: most tokens a sequence gets from one decode call (n).
+      implementation: of attention; None is the best available.
+
+    Raises:
+      ValueError: a size below 1, more rows than slots, a `max_length` past the model's context,
+        another number of specs than layers, an impossible combination of specs.
+    """
+
+    model: DecoderConfig
+    specs: CacheSpec | tuple[CacheSpec, ...]
+    slots: int
+    max_length: int
+    rows: int = 1
+    chunk: int = 128
+    num_pages: int | None = None
+    decode_steps: int = 64
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Validates, and spells the specs out per layer with their tables."""
+        for field in ("slots", "max_length", "rows", "chunk", "decode_steps"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} given; it must be 1 or more")
+        if self.num_pages is not None and self.num_pages < 1:
+            raise ValueError(f"num_pages={self.num_pages} given; it must be 1 or more, or None")
+        if self.rows > self.slots:
+            raise ValueError(
+                f"rows={self.rows} is more than slots={self.slots}: a prefill row fills a slot; "
+                f"use rows={self.slots} or less"
+            )
+        if self.max_length > self.model.max_length:
+            raise ValueError(
+                f"max_length={self.max_length} is past the model's context of "
+                f"{self.model.max_length} tokens; use {self.model.max_length} or less"
+            )
+        given = self.specs
+        specs = (given,) * self.model.num_layers if isinstance(given, CacheSpec) else given
+        if len(specs) != self.model.num_layers:
+            raise ValueError(
+                f"{len(specs)} cache specs for {self.model.num_layers} layers; give one spec, or "
+                "one per layer"
+            )
+        object.__setattr__(self, "specs", assign_tables(specs))
+        if self.recomputes and self.chunk != self.max_length:
+            raise ValueError(
+                f"placement=recompute with chunk={self.chunk} and max_length={self.max_length}: "
+                f"every step computes the whole text; use chunk={self.max_length}"
+            )
+        resolve_implementation(self.implementation)
+
+    @property
+    def layer_specs(self) -> tuple[CacheSpec, ...]:
+        """The cache of each layer, with its table."""
+        assert isinstance(self.specs, tuple)
+        return self.specs
+
+    @property
+    def recomputes(self) -> bool:
+        """No layer has a cache: a step's input is the whole text."""
+        return isinstance(self.layer_specs[0].placement, Recompute)
+
+    def init_cache(self) -> Cache:
+        """An empty cache of this configuration."""
+        return init_cache(
+            self.model,
+            self.layer_specs,
+            slots=self.slots,
+            max_length=self.max_length,
+            num_pages=self.num_pages,
+        )
+
+    def init_logits(self) -> jax.Array:
+        """Zeros [B, V] float32, to be filled by prefill."""
+        return jnp.zeros((self.slots, self.model.vocab_size), jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What one decode call gave each sequence."""
+
+    tokens: jax.Array  # i32[B, n]: the first num_tokens[b] of a row are real
+    log_probs: jax.Array  # f32[B, n]: of each token, under the model without sampling filters
+    num_tokens: jax.Array  # i32[B]: a stop token counts
+    stopped: jax.Array  # bool[B]: ended with a stop token, which is not fed
+    stalled: jax.Array  # bool[B]: no room for its next token; state as before that step
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache", "logits"))
+def prefill(
+    params: Params,
+    config: InferenceConfig,
+    cache: Cache,
+    logits: jax.Array,
+    tokens: jax.Array,
+    counts: jax.Array,
+    slots: jax.Array,
+    prompt_lengths: jax.Array,
+) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+    """Appends a piece of text to some sequences.
+
+    Args:
+      params: the decoder's parameters.
+      config: the session's shapes.
+      cache: donated; use the returned one.
+      logits: [B, V] float32, donated: what the model predicts next for each sequence.
+      tokens: [R, chunk] int32; the first `counts[r]` of a row are real.
+      counts: [R] int32; a row of 0 does nothing.
+      slots: [R] int32, the sequence of each row, distinct; B for a row without one.
+      prompt_lengths: [R] int32, tokens of the whole prompt (the base of dynamic NTK RoPE).
+
+    Returns:
+      The cache; the logits [B, V], updated at `slots` with those of the last position; ok [R] bool,
+      False where there was no room and the sequence is unchanged; and the hidden states
+      [R, chunk, D] after the final norm, which `head` turns into logits where all are wanted.
+    """
+    ok, cache = _reserve(cache, slots, counts, config.chunk)
+    counts = jnp.where(ok, counts, 0)
+    start = cache.positions.at[slots].get(mode="fill", fill_value=0)
+    offsets = jnp.arange(config.chunk, dtype=jnp.int32)[None]
+    valid = offsets < counts[:, None]
+    positions = jnp.where(valid, start[:, None] + offsets, 0)
+    held = cache.prompt_lengths.at[slots].get(mode="fill", fill_value=0)
+    lengths = jnp.where(start == 0, prompt_lengths, held)
+    cache = dataclasses.replace(
+        cache,
+        positions=cache.positions.at[slots].add(counts, mode="drop"),
+        prompt_lengths=cache.prompt_lengths.at[slots].set(lengths, mode="drop"),
+    )
+    step = Step(positions, valid, valid, slots)
+    hidden, cache = _forward(params, config, cache, tokens, step)
+    last = jnp.clip(counts - 1, 0, None)
+    # Rows of 0 tokens keep the logits that their sequence had.
+    row_logits = _logits(params, config, jnp.take_along_axis(hidden, last[:, None, None], axis=1))
+    updated = jnp.where(counts > 0, slots, config.slots)
+    return cache, logits.at[updated].set(row_logits[:, 0], mode="drop"), ok, hidden
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache", "logits"))
+def decode(
+    params: Params,
+    config: InferenceConfig,
+    cache: Cache,
+    logits: jax.Array,
+    sampling: SamplingParams,
+    limits: jax.Array,
+    stop_ids: jax.Array,
+    forced: jax.Array,
+    num_forced: jax.Array,
+) -> tuple[Cache, jax.Array, Decoded]:
+    """Continues sequences by up to `limits` tokens each, in one loop on the device.
+
+    Each step samples a token from `logits`, reserves room for it, feeds it, and takes the next
+    logits. A sequence ends at a stop token; one that finds no room pauses as it was.
+
+    Args:
+      params: the decoder's parameters.
+      config: the session's shapes.
+      cache: donated; use the returned one.
+      logits: [B, V] float32, donated: the model's prediction for each sequence's next token.
+      sampling: per-sequence parameters, arrays of [B].
+      limits: [B] int32, most tokens for each sequence, at most `config.decode_steps`; 0 leaves it
+        alone.
+      stop_ids: [B, MAX_STOP_IDS] int32, -1 for none. Forced tokens never stop.
+      forced: [B, n] int32, n = `config.decode_steps`: fed instead of sampled tokens.
+      num_forced: [B] int32, how many of a row's forced tokens are real.
+
+    Returns:
+      The cache, the logits and what was decoded.
+    """
+    zeros = jnp.zeros((config.slots, config.decode_steps), jnp.int32)
+    false = jnp.zeros(config.slots, bool)
+    decoded = Decoded(zeros, zeros.astype(jnp.float32), zeros[:, 0], false, false)
+
+    def running(index: jax.Array, decoded: Decoded) -> jax.Array:
+        return (index < limits) & ~decoded.stopped & ~decoded.stalled
+
+    def condition(state: tuple[jax.Array, Cache, jax.Array, Decoded]) -> jax.Array:
+        index, _, _, decoded = state
+        return (index < config.decode_steps) & jnp.any(running(index, decoded))
+
+    def body(
+        state: tuple[jax.Array, Cache, jax.Array, Decoded],
+    ) -> tuple[jax.Array, Cache, jax.Array, Decoded]:
+        index, cache, logits, decoded = state
+        active = running(index, decoded)
+        is_forced = index < num_forced
+        token = jnp.where(is_forced, forced[:, index], sample(logits, sampling, cache.positions))
+        stops = active & ~is_forced & jnp.any(token[:, None] == stop_ids, axis=1)
+        feed = active & ~stops
+        ok, cache = _reserve(cache, None, feed.astype(jnp.int32), 1)
+        feed &= ok
+        emit = feed | stops
+        decoded = Decoded(
+            decoded.tokens.at[:, index].set(jnp.where(emit, token, 0)),
+            decoded.log_probs.at[:, index].set(jnp.where(emit, token_log_prob(logits, token), 0.0)),
+            decoded.num_tokens + emit.astype(jnp.int32),
+            decoded.stopped | stops,
+            decoded.stalled | (active & ~emit),
+        )
+        step = Step(cache.positions[:, None], feed[:, None], feed[:, None])
+        cache = dataclasses.replace(cache, positions=cache.positions + feed.astype(jnp.int32))
+        hidden, cache = _forward(params, config, cache, token[:, None], step)
+        new_logits = _logits(params, config, hidden)[:, 0]
+        return index + 1, cache, jnp.where(feed[:, None], new_logits, logits), decoded
+
+    state = (jnp.zeros((), jnp.int32), cache, logits, decoded)
+    _, cache, logits, decoded = jax.lax.while_loop(condition, body, state)
+    return cache, logits, decoded
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache", "logits"))
+def fork(
+    config: InferenceConfig,
+    cache: Cache,
+    logits: jax.Array,
+    source: jax.Array,
+    target: jax.Array,
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """Copies sequences; pages are shared until one side writes.
+
+    The partial last page of a shared sequence is made writable at once for every sequence that
+    maps it, all but one by a copy, so that decode never meets a shared page.
+
+    Args:
+      config: the session's shapes.
+      cache: donated; use the returned one.
+      logits: [B, V] float32, donated.
+      source: [n] int32, sequences to copy.
+      target: [n] int32, distinct empty sequences; B for an unused pair.
+
+    Returns:
+      The cache, the logits, and ok bool[]: False where the pool had too few free pages for the
+      copies, and then nothing has changed.
+    """
+    tables, plans, ok = [], [], jnp.ones((), bool)
+    for table in cache.tables:
+        shared, plan = table.fork(source, target), None
+        if isinstance(shared, PageTable):
+            shared, plan, granted = shared.make_writable(jnp.ones(config.slots, bool))
+            ok &= jnp.all(granted)
+        tables.append(shared)
+        plans.append(plan)
+    target = jnp.where(ok, target, config.slots)
+    layers = []
+    for layer, spec in zip(cache.layers, config.layer_specs, strict=True):
+        plan, moved = plans[spec.table], layer
+        if plan is not None:
+            nowhere = jnp.iinfo(jnp.int32).max
+            moved = layer.copy(plan.source_slots, jnp.where(ok, plan.target_slots, nowhere))
+        layers.append(moved.fork(source, target))
+
+    def copied(array: jax.Array) -> jax.Array:
+        return array.at[target].set(array[source], mode="drop")
+
+    cache = Cache(
+        tables=jax.tree.map(functools.partial(jnp.where, ok), tuple(tables), cache.tables),
+        layers=tuple(layers),
+        positions=copied(cache.positions),
+        prompt_lengths=copied(cache.prompt_lengths),
+        texts=None if cache.texts is None else copied(cache.texts),
+    )
+    return cache, copied(logits), ok
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def release(cache: Cache, mask: jax.Array) -> Cache:
+    """Empties the sequences of `mask` bool[B]; their pages are free at once."""
+    return cache.release(mask)
+
+
+def _reserve(
+    cache: Cache, slots: jax.Array | None, wanted: jax.Array, max_tokens: int
+) -> tuple[jax.Array, Cache]:
+    """Makes room in every table; a row that one table refuses gets nothing from any."""
+
+    def attempt(wanted: jax.Array) -> tuple[list[Table], jax.Array]:
+        tables, granted = [], jnp.ones(wanted.shape, bool)
+        for table in cache.tables:
+            rows = table if slots is None else table.rows(slots)
+            rows, ok = rows.reserve(wanted, max_tokens)
+            tables.append(rows if slots is None else table.with_rows(slots, rows))
+            granted &= ok
+        return tables, granted
+
+    tables, granted = attempt(wanted)
+    if len(cache.tables) > 1:
+        tables, _ = attempt(jnp.where(granted, wanted, 0))
+    return granted, dataclasses.replace(cache, tables=tuple(tables))
+
+
+def _forward(
+    params: Params, config: InferenceConfig, cache: Cache, tokens: jax.Array, step: Step
+) -> tuple[jax.Array, Cache]:
+    """Hidden states [rows, T, D] of the step's tokens, and the cache with them stored."""
+    lengths = cache.prompt_lengths
+    if step.slots is not None:
+        lengths = lengths.at[step.slots].get(mode="fill", fill_value=0)
+    if cache.texts is not None:
+        return _recompute(params, config, cache, tokens, step, lengths)
+    rows = [t if step.slots is None else t.rows(step.slots) for t in cache.tables]
+    tables = [rows[spec.table] for spec in config.layer_specs]
+    hidden, layers = _apply(params, config, tokens, step, cache.layers, tables, lengths)
+    return hidden, dataclasses.replace(cache, layers=layers)
+
+
+def _recompute(
+    params: Params,
+    config: InferenceConfig,
+    cache: Cache,
+    tokens: jax.Array,
+    step: Step,
+    prompt_lengths: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """As `_forward`, by computing the whole texts of the step's sequences again."""
+    assert cache.texts is not None
+    sequences, capacity = cache.texts.shape
+    slots = jnp.arange(sequences, dtype=jnp.int32) if step.slots is None else step.slots
+    columns = jnp.where(step.write, step.positions, capacity)
+    texts = cache.texts.at[slots[:, None], columns].set(tokens, mode="drop")
+    whole = texts.at[slots].get(mode="fill", fill_value=0)
+    lengths = cache.positions.at[slots].get(mode="fill", fill_value=0)
+    places = jnp.arange(capacity, dtype=jnp.int32)[None]
+    positions = jnp.broadcast_to(places, whole.shape)
+    valid = places < lengths[:, None]
+    text_step = Step(positions, valid, valid, step.slots)
+    tables = [cache.tables[0]] * len(cache.layers)
+    hidden, layers = _apply(params, config, whole, text_step, cache.layers, tables, prompt_lengths)
+    hidden = jnp.take_along_axis(hidden, step.positions[:, :, None], axis=1)
+    return hidden, dataclasses.replace(cache, layers=layers, texts=texts)
+
+
+def _apply(
+    params: Params,
+    config: InferenceConfig,
+    tokens: jax.Array,
+    step: Step,
+    layers: tuple[LayerCache, ...],
+    tables: list[Table],
+    prompt_lengths: jax.Array,
+) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    decoder = Decoder(config.model, config.implementation)
+    hidden, layers = decoder.apply({"params": params}, tokens, step, layers, tables, prompt_lengths)
+    return hidden, layers
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def head(params: Params, config: DecoderConfig, hidden: jax.Array) -> jax.Array:
+    """Float32 logits [..., V] of hidden states [..., D] that prefill gave."""
+    return Decoder(config).apply({"params": params}, hidden, method="logits")
+
+
+def _logits(params: Params, config: InferenceConfig, hidden: jax.Array) -> jax.Array:
+    """Float32 logits [..., V] of hidden states [..., D]."""
+    return Decoder(config.model).apply({"params": params}, hidden, method="logits")

@@ -1,0 +1,294 @@
+"""The host's side of prefill and decode: a model's parameters, one cache, plain Python in and out.
+
+Axes: B sequences (slots), R rows of a prefill call, n tokens of a decode call, D model width,
+V vocabulary.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from kvlab.ops.sampling import Sampling, SamplingParams
+from kvlab.research import inference
+from kvlab.research.cache import Cache, CacheUse, cache_use
+from kvlab.research.compilation import count_compilations
+from kvlab.research.inference import MAX_STOP_IDS, InferenceConfig, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """What decode gave one sequence."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]  # natural, under the model without sampling filters
+    stopped: bool  # ended with a stop token, the last of `tokens`
+    stalled: bool  # no room for its next token: out of pages, or at max_length
+
+
+class Session:
+    """A cache in use. Holds the state that prefill and decode hand back; not thread-safe.
+
+    Attributes:
+      params: the decoder's parameters.
+      config: the shapes.
+      cache: the current cache.
+      logits: [B, V] float32, what the model predicts next for each sequence.
+      compile_count: programs compiled by this session's calls.
+      compile_s: seconds that took.
+    """
+
+    def __init__(self, params: Params, config: InferenceConfig) -> None:
+        """Builds an empty cache.
+
+        Args:
+          params: the decoder's parameters.
+          config: the shapes; sessions of equal config share their compiled programs.
+        """
+        self.params = params
+        self.config = config
+        self.cache: Cache = config.init_cache()
+        self.logits: jax.Array = config.init_logits()
+        self.compile_count = 0
+        self.compile_s = 0.0
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of text that each sequence holds, [B] int32."""
+        return np.asarray(self.cache.positions)
+
+    def prefill(
+        self, prompts: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
+    ) -> dict[int, np.ndarray]:
+        """Appends prompts to sequences, in pieces of the one prefill shape.
+
+        Args:
+          prompts: token ids by slot, or a list of them for slots 0, 1, ...
+
+        Returns:
+          Hidden states after the final norm of each prompt's tokens, [tokens, D], by slot;
+          `inference.head` turns them into logits.
+
+        Raises:
+          ValueError: a prompt that is empty, too long, or has ids outside the vocabulary; a slot
+            that does not exist; out of pages. Nothing has been stored of the prompt named.
+        """
+        by_slot = prompts if isinstance(prompts, Mapping) else dict(enumerate(prompts))
+        arrays = {slot: self._checked(slot, ids) for slot, ids in by_slot.items()}
+        hidden: dict[int, list[jax.Array]] = {slot: [] for slot in arrays}
+        order = list(arrays)
+        for first in range(0, len(order), self.config.rows):
+            group = order[first : first + self.config.rows]
+            self._prefill_group({slot: arrays[slot] for slot in group}, hidden)
+        return {slot: np.concatenate(pieces) for slot, pieces in hidden.items()}
+
+    def _prefill_group(
+        self, prompts: Mapping[int, np.ndarray], hidden: dict[int, list[jax.Array]]
+    ) -> None:
+        """Prefills at most `config.rows` prompts side by side."""
+        config = self.config
+        slots = np.full(config.rows, config.slots, np.int32)
+        slots[: len(prompts)] = list(prompts)
+        total = np.zeros(config.rows, np.int32)
+        total[: len(prompts)] = [len(ids) for ids in prompts.values()]
+        for start in range(0, int(total.max()), config.chunk):
+            tokens = np.zeros((config.rows, config.chunk), np.int32)
+            counts = np.clip(total - start, 0, config.chunk)
+            for row, ids in enumerate(prompts.values()):
+                tokens[row, : counts[row]] = ids[start : start + counts[row]]
+            with self._counted():
+                self.cache, self.logits, ok, states = inference.prefill(
+                    self.params, config, self.cache, self.logits, tokens, counts, slots, total
+                )
+            for row, (slot, granted) in enumerate(zip(prompts, np.asarray(ok), strict=False)):
+                if not granted:
+                    self.release(list(prompts))
+                    raise ValueError(
+                        f"no room for the prompt of {total[row]} tokens in slot {slot}: the pool "
+                        f"of {config.num_pages} pages is full; release sequences or give num_pages"
+                    )
+                hidden[slot].append(np.asarray(states[row])[: counts[row]])
+
+    def decode(
+        self,
+        limits: int | Mapping[int, int],
+        *,
+        sampling: Sampling | Mapping[int, Sampling] = Sampling(),  # noqa: B008 (frozen)
+        stop_ids: Sequence[int] = (),
+        forced: Mapping[int, Sequence[int]] | None = None,
+        steps_per_call: int | None = None,
+    ) -> dict[int, Continuation]:
+        """Continues sequences.
+
+        Args:
+          limits: most tokens for every sequence that holds any, or by slot.
+          sampling: for every sequence, or by slot (greedy where not named).
+          stop_ids: token ids that end a sequence, at most `MAX_STOP_IDS`.
+          forced: token ids by slot, fed before any is sampled; they count towards the limit.
+          steps_per_call: tokens a device call; None is `config.decode_steps`. 1 is the host loop,
+            by the same compiled program.
+
+        Returns:
+          What each sequence of `limits` got, by slot.
+
+        Raises:
+          ValueError: too many stop ids, an unknown or empty slot, ids outside the vocabulary, or
+            `steps_per_call` past `config.decode_steps`.
+        """
+        config = self.config
+        if not isinstance(limits, Mapping):
+            limits = {int(slot): limits for slot in np.flatnonzero(self.lengths)}
+        for slot in limits:
+            self._check_slot(slot)
+            if self.lengths[slot] == 0:
+                raise ValueError(f"slot {slot} is empty; prefill a prompt there first")
+        steps = config.decode_steps if steps_per_call is None else steps_per_call
+        if not 1 <= steps <= config.decode_steps:
+            raise ValueError(f"steps_per_call={steps} given; use 1 to {config.decode_steps}")
+        stops = _stop_array(stop_ids, config.slots)
+        forced = {
+            slot: self._checked_ids(slot, np.asarray(ids, np.int64))
+            for slot, ids in (forced or {}).items()
+        }
+        requests = [
+            sampling if isinstance(sampling, Sampling) else sampling.get(slot, Sampling())
+            for slot in range(config.slots)
+        ]
+        params = SamplingParams.from_requests(requests)
+        results = {slot: Continuation((), (), False, False) for slot in limits}
+        while True:
+            remaining = np.zeros(config.slots, np.int32)
+            feed = np.zeros((config.slots, config.decode_steps), np.int32)
+            num_feed = np.zeros(config.slots, np.int32)
+            for slot, result in results.items():
+                done = len(result.tokens)
+                if not (result.stopped or result.stalled):
+                    remaining[slot] = min(limits[slot] - done, steps)
+                ids = forced.get(slot, feed[0, :0])[done : done + config.decode_steps]
+                feed[slot, : len(ids)], num_feed[slot] = ids, len(ids)
+            if not remaining.any():
+                return results
+            with self._counted():
+                self.cache, self.logits, decoded = inference.decode(
+                    self.params,
+                    config,
+                    self.cache,
+                    self.logits,
+                    params,
+                    remaining,
+                    stops,
+                    feed,
+                    num_feed,
+                )
+            results = _extended(results, remaining, jax.device_get(decoded))
+
+    def fork(self, source: int, targets: Sequence[int]) -> None:
+        """Copies a sequence into empty slots; paged tokens are shared, not copied.
+
+        Args:
+          source: the slot to copy.
+          targets: distinct empty slots.
+
+        Raises:
+          ValueError: an unknown slot, a target in use, an empty source, or no free page for a
+            partial page's copy; nothing has changed then.
+        """
+        for slot in (source, *targets):
+            self._check_slot(slot)
+        if self.lengths[source] == 0:
+            raise ValueError(f"slot {source} is empty; there is nothing to fork")
+        taken = [slot for slot in targets if self.lengths[slot] or slot == source]
+        if taken or len(set(targets)) != len(targets):
+            raise ValueError(
+                f"fork targets {list(targets)} must be distinct empty slots"
+                + (f"; {taken} hold a sequence: release them first" if taken else "")
+            )
+        padded = np.full(self.config.slots, self.config.slots, np.int32)
+        padded[: len(targets)] = targets
+        sources = np.where(padded < self.config.slots, source, self.config.slots).astype(np.int32)
+        with self._counted():
+            self.cache, self.logits, ok = inference.fork(
+                self.config, self.cache, self.logits, sources, padded
+            )
+        if not ok:
+            raise ValueError(
+                f"no free page to copy the partial page of slot {source} for {len(targets)} forks; "
+                "release sequences or give more num_pages"
+            )
+
+    def release(self, slots: Sequence[int] | None = None) -> None:
+        """Empties sequences (all of them by default); their pages are free at once."""
+        held = np.flatnonzero(self.lengths)
+        chosen = held if slots is None else [slot for slot in slots if slot in held]
+        mask = np.zeros(self.config.slots, bool)
+        mask[chosen] = True
+        self.cache = inference.release(self.cache, mask)
+
+    def use(self) -> CacheUse | None:
+        """The cache's bytes, measured from its arrays; None where nothing is stored."""
+        return cache_use(self.cache, self.config.layer_specs)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Adds what the block compiles to this session's counts."""
+        with count_compilations() as compilations:
+            yield
+        self.compile_count += compilations.count
+        self.compile_s += compilations.seconds
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.config.slots:
+            raise ValueError(f"slot {slot} does not exist; slots are 0 to {self.config.slots - 1}")
+
+    def _checked(self, slot: int, ids: Sequence[int]) -> np.ndarray:
+        """The ids as int32, or a ValueError that says what is wrong with this prompt."""
+        self._check_slot(slot)
+        array = np.asarray(ids, np.int64)
+        if array.ndim != 1 or not array.size:
+            raise ValueError(f"the prompt for slot {slot} is empty; give at least one token id")
+        held = int(self.lengths[slot])
+        if held + array.size > self.config.max_length:
+            raise ValueError(
+                f"the prompt for slot {slot} has {array.size} tokens after {held} held, past "
+                f"max_length={self.config.max_length}; shorten it or raise max_length (the model "
+                f"takes {self.config.model.max_length})"
+            )
+        return self._checked_ids(slot, array)
+
+    def _checked_ids(self, slot: int, ids: np.ndarray) -> np.ndarray:
+        vocab_size = self.config.model.vocab_size
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        if wrong.size:
+            raise ValueError(
+                f"token id {wrong[0]} for slot {slot} is out of range; ids are 0 to "
+                f"{vocab_size - 1}"
+            )
+        return ids.astype(np.int32)
+
+
+def _stop_array(stop_ids: Sequence[int], num_sequences: int) -> np.ndarray:
+    """The same stop ids for every sequence, [B, MAX_STOP_IDS] int32, -1 for none."""
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ValueError(f"{len(stop_ids)} stop ids given; at most {MAX_STOP_IDS} fit")
+    stops = np.full((num_sequences, MAX_STOP_IDS), -1, np.int32)
+    stops[:, : len(stop_ids)] = list(stop_ids)
+    return stops
+
+
+def _extended(
+    results: Mapping[int, Continuation], limits: np.ndarray, decoded: inference.Decoded
+) -> dict[int, Continuation]:
+    """Continuations with one call's tokens appended."""
+    extended = dict(results)
+    for slot, result in results.items():
+        if limits[slot]:
+            count = int(decoded.num_tokens[slot])
+            extended[slot] = Continuation(
+                result.tokens + tuple(decoded.tokens[slot, :count].tolist()),
+                result.log_probs + tuple(decoded.log_probs[slot, :count].tolist()),
+                bool(decoded.stopped[slot]),
+                bool(decoded.stalled[slot]),
+            )
+    return extended
