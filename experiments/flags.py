@@ -1,0 +1,269 @@
+"""The flags of the commands, each defined once.
+
+A command takes those it wants at import, into a set of its own:
+
+    FLAGS = command_flags("model", "seed", axes=ONE, wheel=Flag(text, "FILE", "the wheel"))
+
+Nothing here imports jax, so that `--help` is quick; values that need it are checked when parsed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from absl import flags as absl_flags
+
+from kvlab.ops.specs import PLACEMENTS, STORAGES
+
+if TYPE_CHECKING:
+    from kvlab.ops.specs import CacheSpec
+
+ONE: Literal["one"] = "one"
+MANY: Literal["many"] = "many"
+
+DEFAULT_MODEL = "smollm2-135m"
+_MODEL_HELP = (
+    "a fetched model (smollm2-135m), a Hugging Face folder, a .gguf file, a kvlab checkpoint, or "
+    "random:<preset> (random:tiny-gqa)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+      parse: turns what was written into the value, or raises ValueError saying what is wanted;
+        `bool` makes a switch (`--name`, `--noname`).
+      shown: what stands for the value in the help (N, FILE).
+      help: what it means, one sentence without a full stop.
+      default: the value when it is not given.
+      repeatable: given several times, it collects its values in a list.
+    """
+
+    parse: Callable[[str], Any]
+    shown: str
+    help: str
+    default: Any = None
+    repeatable: bool = False
+
+
+def text(written: str) -> str:
+    """Takes the value as it is."""
+    return written
+
+
+def whole(minimum: int = 0) -> Callable[[str], int]:
+    """Makes a parser of whole numbers from `minimum` on."""
+
+    def parse(written: str) -> int:
+        try:
+            value = int(written)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise ValueError(f"a whole number, {minimum} or more, is wanted")
+        return value
+
+    return parse
+
+
+def number(written: str) -> float:
+    """Parses a decimal number."""
+    try:
+        return float(written)
+    except ValueError:
+        raise ValueError("a number is wanted") from None
+
+
+def choice(*legal: str) -> Callable[[str], str]:
+    """Makes a parser that takes one of the legal values."""
+
+    def parse(written: str) -> str:
+        if written not in legal:
+            raise ValueError(f"legal values: {', '.join(legal)}")
+        return written
+
+    return parse
+
+
+def comma_list(parse_item: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Makes a parser of comma lists; a value that is given twice counts once."""
+
+    def parse(written: str) -> tuple[Any, ...]:
+        items = [item.strip() for item in written.split(",")]
+        if not all(items):
+            raise ValueError("a comma list is wanted, with a value between any two commas")
+        return tuple(dict.fromkeys(parse_item(item) for item in items))
+
+    return parse
+
+
+def _single(parse_item: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser that refuses comma lists, for commands that run one point."""
+
+    def parse(written: str) -> Any:
+        if "," in written:
+            raise ValueError("this command runs one point; give one value (sweep takes lists)")
+        return parse_item(written)
+
+    return parse
+
+
+def _attention(written: str) -> str:
+    from kvlab.research.variants import parse_attention  # noqa: PLC0415 (imports jax)
+
+    return parse_attention(written)
+
+
+def _implementation(written: str) -> str:
+    from kvlab.ops.attention import IMPLEMENTATIONS  # noqa: PLC0415 (imports jax)
+
+    return choice(*IMPLEMENTATIONS)(written)
+
+
+_AXES = {
+    "attention": Flag(
+        _attention, "NAME", "mha, gqa (the model's own KV heads), gqa:K (K KV heads) or mqa"
+    ),
+    "placement": Flag(
+        choice(*PLACEMENTS), "NAME", f"where keys and values lie: {', '.join(PLACEMENTS)}"
+    ),
+    "page_size": Flag(whole(1), "N", "tokens a page, with placement paged"),
+    "storage": Flag(choice(*STORAGES), "DTYPE", f"of keys and values: {', '.join(STORAGES)}"),
+    "implementation": Flag(
+        _implementation, "NAME", "of attention: chunked or reference; the best one if not given"
+    ),
+}
+_ONE_POINT: dict[str, Any] = {"placement": "paged", "page_size": 16, "storage": "float32"}
+
+_SHARED = {
+    "model": Flag(text, "MODEL", _MODEL_HELP, DEFAULT_MODEL),
+    "slots": Flag(whole(1), "N", "sequences the cache holds side by side"),
+    "chunk": Flag(whole(1), "N", "tokens of a prompt that one prefill call takes"),
+    "max_length": Flag(
+        whole(1), "N", "most tokens of a sequence, prompt and continuation together"
+    ),
+    "seed": Flag(whole(), "N", "of every random draw", 0),
+    "out": Flag(text, "PATH", "where to write"),
+    "tokens": Flag(text, "FILE", "token ids: a JSON list of lists"),
+    "prompt": Flag(text, "TEXT", "a prompt; give it several times for several", (), True),
+    "prompt_file": Flag(
+        text, "FILE", "a file whose whole text is a prompt; may be given several times", (), True
+    ),
+    "prompt_ids": Flag(
+        text, "IDS", "prompts as token ids: 1,2,3 or a JSON list, or a JSON list of lists"
+    ),
+    "max_tokens": Flag(whole(1), "N", "most new tokens of a sequence", 64),
+    "stop": Flag(
+        text, "TEXT", "ends a text where this string appears; may be given several times", (), True
+    ),
+    "temperature": Flag(number, "X", "of sampling; 0 always takes the likeliest token", 0.0),
+    "top_k": Flag(whole(), "N", "sample from the N likeliest tokens; 0 is off", 0),
+    "top_p": Flag(
+        number, "X", "sample from the likeliest tokens that hold this probability; 1 is off", 1.0
+    ),
+    "min_p": Flag(
+        number, "X", "drop tokens less likely than this share of the likeliest; 0 is off", 0.0
+    ),
+    "num_samples": Flag(whole(1), "N", "continuations of each prompt", 1),
+    "json": Flag(bool, "", "one JSON object a line instead of text", False),
+}
+
+
+def command_flags(
+    *names: str, axes: Literal["one", "many"] | None = None, **own: Flag | str
+) -> absl_flags.FlagValues:
+    """The flags of one command, apart from those of any other.
+
+    Args:
+      *names: shared flags that it takes.
+      axes: ONE adds the axis flags for one point, with its defaults; MANY adds them as comma lists
+        that are None until given.
+      **own: flags of the command's own, or a shared one with this help text.
+
+    Returns:
+      The flags; `--help` and `--debug` are among them.
+    """
+    chosen = {name: _SHARED[name] for name in names}
+    for name, flag in own.items():
+        known = flag if isinstance(flag, Flag) else dataclasses.replace(_SHARED[name], help=flag)
+        chosen[name] = known
+    for name, flag in _AXES.items() if axes else ():
+        parse = _single(flag.parse) if axes == ONE else comma_list(flag.parse)
+        shown = flag.shown if axes == ONE else f"{flag.shown},..."
+        default = _ONE_POINT.get(name) if axes == ONE else None
+        chosen[name] = dataclasses.replace(flag, parse=parse, shown=shown, default=default)
+    chosen["debug"] = Flag(bool, "", "show where in the code an error comes from", False)
+    chosen["help"] = Flag(bool, "", "show this", False)
+    values = absl_flags.FlagValues()
+    for name, flag in chosen.items():
+        _define(values, name, flag)
+    values.set_gnu_getopt(True)  # flags may follow arguments
+    return values
+
+
+def cache_points(values: absl_flags.FlagValues) -> "list[CacheSpec]":
+    """The points on the cache axes that a command's flags name; see `cache_specs`.
+
+    Args:
+      values: flags of `command_flags(axes=...)`, parsed.
+
+    Raises:
+      ValueError: with `axes=ONE`, a storage for `recompute`, which stores nothing.
+    """
+    from kvlab.ops.specs import CacheSpec, parse_placement  # noqa: PLC0415
+    from kvlab.research.variants import cache_specs  # noqa: PLC0415 (imports jax)
+
+    if isinstance(values.placement, str):
+        return [CacheSpec(parse_placement(values.placement, values.page_size), values.storage)]
+    placements, page_sizes, storages = (
+        values[name].value or (_ONE_POINT[name],) for name in ("placement", "page_size", "storage")
+    )
+    return cache_specs(placements, page_sizes, storages)
+
+
+class _Parser(absl_flags.ArgumentParser):
+    """Lets a function parse what is written; defaults are values already."""
+
+    def __init__(self, flag: Flag) -> None:
+        self._parse = flag.parse
+        self.syntactic_help = flag.shown
+
+    def parse(self, argument: Any) -> Any:
+        return self._parse(argument) if isinstance(argument, str) else argument
+
+
+class _Switch(absl_flags.BooleanParser):
+    """absl's own, with an error that a reader understands."""
+
+    def parse(self, argument: Any) -> bool:
+        try:
+            return super().parse(argument)
+        except (TypeError, ValueError):
+            raise ValueError("legal values: true, false") from None
+
+
+def _define(values: absl_flags.FlagValues, name: str, flag: Flag) -> None:
+    if flag.parse is bool:
+        switch = absl_flags.BooleanFlag(name, flag.default, flag.help)
+        switch.parser = _Switch()
+        absl_flags.DEFINE_flag(switch, flag_values=values)
+        return
+    parser: absl_flags.ArgumentParser[Any] = _Parser(flag)
+    serializer: absl_flags.ArgumentSerializer[Any] = absl_flags.ArgumentSerializer()
+    if flag.repeatable:
+        absl_flags.DEFINE_multi(
+            parser, serializer, name, list(flag.default), flag.help, flag_values=values
+        )
+    else:
+        absl_flags.DEFINE(
+            parser, name, flag.default, flag.help, flag_values=values, serializer=serializer
+        )
+
+
+def require(values: absl_flags.FlagValues, names: Sequence[str]) -> None:
+    """Raises ValueError naming the first of these flags that was not given."""
+    for name in names:
+        if values[name].value in (None, [], ()):
+            raise ValueError(f"--{name} is missing: {values[name].help}")
