@@ -131,10 +131,10 @@ _AXES = {
     ),
     "page_size": Flag(whole(1), "N", "tokens a page, with placement paged"),
     "storage": Flag(choice(*STORAGES), "DTYPE", f"of keys and values: {', '.join(STORAGES)}"),
-    "implementation": Flag(
-        _implementation, "NAME", "of attention: chunked or reference; the best one if not given"
-    ),
 }
+_IMPLEMENTATION = Flag(
+    _implementation, "NAME", "of attention: chunked or reference; the best one if not given"
+)
 _ONE_POINT: dict[str, Any] = {"placement": "paged", "page_size": 16, "storage": "float32"}
 
 _SHARED = {
@@ -179,7 +179,7 @@ def command_flags(
     Args:
       *names: shared flags that it takes.
       axes: ONE adds the axis flags for one point, with its defaults; MANY adds them as comma lists
-        that are None until given.
+        that are None until given. A command has one implementation either way.
       **own: flags of the command's own, or a shared one with this help text.
 
     Returns:
@@ -194,6 +194,8 @@ def command_flags(
         shown = flag.shown if axes == ONE else f"{flag.shown},..."
         default = _ONE_POINT.get(name) if axes == ONE else None
         chosen[name] = dataclasses.replace(flag, parse=parse, shown=shown, default=default)
+    if axes:
+        chosen["implementation"] = _IMPLEMENTATION
     chosen["debug"] = Flag(bool, "", "show where in the code an error comes from", False)
     chosen["help"] = Flag(bool, "", "show this", False)
     values = absl_flags.FlagValues()

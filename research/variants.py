@@ -40,45 +40,58 @@ def parse_attention(text: str) -> str:
     return f"gqa:{int(number)}"
 
 
-def kv_heads(config: DecoderConfig, attention: str) -> tuple[int, ...]:
+def kv_heads(config: DecoderConfig, attention: str | tuple[str, ...]) -> tuple[int, ...]:
     """The number of KV heads that each layer of a model has under an attention variant.
 
     Args:
       config: the model.
-      attention: a name that `parse_attention` takes.
+      attention: a name that `parse_attention` takes, or one per layer.
 
     Returns:
       K of each layer: N for `mha`, 1 for `mqa`, the named one for `gqa:K`, and the model's own
       for `gqa`.
 
     Raises:
-      ValueError: an unknown name; `gqa` of a model that is itself mha or mqa and has no K between
-        1 and N to offer; a K that the model cannot be converted to. The message names a legal one.
+      ValueError: an unknown name; another number of names than layers; `gqa` of a model that is
+        itself mha or mqa; a K that the model cannot be converted to, or that is mha. The message
+        names a legal value.
     """
-    name, _, number = parse_attention(attention).partition(":")
-    if name == "mha":
-        return (config.num_heads,) * config.num_layers
-    if name == "mqa":
-        return (1,) * config.num_layers
-    if not number:
-        if any(1 < heads < config.num_heads for heads in config.kv_heads):
-            return config.kv_heads
-        own = "mqa" if config.kv_heads[0] == 1 else "mha"
+    names = (attention,) * config.num_layers if isinstance(attention, str) else attention
+    if len(names) != config.num_layers:
         raise ValueError(
-            f"attention=gqa is the model's own grouping, and this model is {own} "
-            f"({_heads(config)}); {_advice(config)}"
+            f"attention has {len(names)} entries for {config.num_layers} layers; give one value, "
+            "or one per layer"
         )
-    wanted = int(number)
-    if wanted not in _legal(config):
-        reason = "is not possible"
-        if wanted == config.num_heads:
-            reason = "is mha"
-        raise ValueError(f"attention={attention} {reason} with {_heads(config)}; {_advice(config)}")
-    return (wanted,) * config.num_layers
+    return tuple(_layer_kv_heads(config, layer, name) for layer, name in enumerate(names))
+
+
+def _layer_kv_heads(config: DecoderConfig, layer: int, attention: str) -> int:
+    """K of one layer under an attention variant."""
+    name, _, number = parse_attention(attention).partition(":")
+    num_heads, own = config.num_heads, config.kv_heads[layer]
+    if name in ("mha", "mqa"):
+        return num_heads if name == "mha" else 1
+    grouped = [k for k in legal_kv_heads(num_heads, own) if 1 < k < num_heads]
+    advice = "use " + ", ".join([*(f"gqa:{k}" for k in grouped), "mha or mqa"])
+    if not number:
+        if any(1 < k < num_heads for k in config.kv_heads):
+            return own
+        kind = "mqa" if own == 1 else "mha"
+        raise ValueError(
+            f"attention=gqa means the model's own groups, and this model is {kind} ({num_heads} "
+            f"query heads, {own} KV heads); {advice}"
+        )
+    if int(number) not in grouped:
+        fault = "is mha" if int(number) == num_heads else "is not possible"
+        raise ValueError(
+            f"attention={attention} {fault} with {num_heads} query heads and {own} KV heads; "
+            f"{advice}"
+        )
+    return int(number)
 
 
 def apply_attention(
-    config: DecoderConfig, params: dict, attention: str
+    config: DecoderConfig, params: dict, attention: str | tuple[str, ...]
 ) -> tuple[DecoderConfig, dict]:
     """Gives a model another attention variant.
 
@@ -89,7 +102,7 @@ def apply_attention(
     Args:
       config: the model.
       params: its parameters.
-      attention: a name that `parse_attention` takes.
+      attention: a name that `parse_attention` takes, or one per layer.
 
     Returns:
       The config and the parameters of the variant; those given where nothing changes.
@@ -130,21 +143,3 @@ def cache_specs(
         stored = "float32" if isinstance(placement, Recompute) else storage
         points.append(CacheSpec(placement, stored))
     return list(dict.fromkeys(points))
-
-
-def _legal(config: DecoderConfig) -> list[int]:
-    """Every K strictly between 1 and N that all layers can be converted to."""
-    common = set(range(2, config.num_heads))
-    for heads in config.kv_heads:
-        common &= set(legal_kv_heads(config.num_heads, heads))
-    return sorted(common)
-
-
-def _advice(config: DecoderConfig) -> str:
-    legal = ", ".join(f"gqa:{heads}" for heads in _legal(config))
-    return f"use {legal}, mha or mqa" if legal else "use mha or mqa"
-
-
-def _heads(config: DecoderConfig) -> str:
-    counts = ", ".join(str(heads) for heads in sorted(set(config.kv_heads)))
-    return f"{config.num_heads} query heads and {counts} KV heads"
