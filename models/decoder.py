@@ -15,6 +15,7 @@ Parameters (weights are [in, out], used as x @ weight):
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,11 +24,11 @@ import jax.numpy as jnp
 from kvlab.models.config import DecoderConfig, LayerNorm, RMSNorm
 from kvlab.ops import norms
 from kvlab.ops.attention import AttentionOptions, soft_capped
-from kvlab.ops.caches.contiguous import RowTable
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
 from kvlab.ops.caches.recompute import RecomputeCache
 from kvlab.ops.linear import embed, linear, linear_transposed
 from kvlab.ops.rope import rotate, rotation
+from kvlab.ops.row_table import RowTable
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -285,7 +286,8 @@ def _apply_layer(
     rotation: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, LayerCache]:
     """One layer as a function of its parameters: equal layers are traced once, not L times."""
-    return layer.apply({"params": params}, x, step, cache, table, rotation)
+    output: Any = layer.apply({"params": params}, x, step, cache, table, rotation)
+    return output
 
 
 def init_params(config: DecoderConfig, key: jax.Array) -> dict:

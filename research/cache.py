@@ -2,18 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvlab.models.config import DecoderConfig
-from kvlab.ops.caches.contiguous import ContiguousCache, RowTable
+from kvlab.ops.caches.contiguous import ContiguousCache
 from kvlab.ops.caches.paged import PagedCache
-from kvlab.ops.caches.protocol import LayerCache
+from kvlab.ops.caches.protocol import LayerCache, Table
 from kvlab.ops.caches.recompute import RecomputeCache
 from kvlab.ops.page_table import PageTable
+from kvlab.ops.row_table import RowTable
 from kvlab.ops.specs import CacheSpec, Paged, Placement, Recompute, table_placements
 
 
@@ -26,13 +26,13 @@ class Cache:
     pytree may hold a buffer once.
     """
 
-    tables: tuple[PageTable | RowTable, ...]
+    tables: tuple[Table, ...]
     layers: tuple[LayerCache, ...]
     positions: jax.Array  # i32[B]: place in the text of each sequence's next token
     prompt_lengths: jax.Array  # i32[B]: the base of dynamic NTK, known at admission and kept
     texts: jax.Array | None  # i32[B, S]: tokens so far, kept where every step recomputes
 
-    def release(self, mask: jax.Array) -> Self:
+    def release(self, mask: jax.Array) -> "Cache":
         """Empties the sequences of `mask` bool[B]; their pages are free at once."""
         return dataclasses.replace(
             self,
@@ -115,7 +115,7 @@ def init_cache(
         per_sequence = -(-max_length // page_size)
         return slots * per_sequence if num_pages is None else num_pages, per_sequence
 
-    def table(placement: Placement) -> PageTable | RowTable:
+    def table(placement: Placement) -> Table:
         if isinstance(placement, Paged):
             count, per_sequence = pages(placement.page_size)
             return PageTable.init(slots, count, placement.page_size, per_sequence)

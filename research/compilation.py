@@ -24,11 +24,11 @@ class Compilations:
 _counting: list[Compilations] = []
 
 
-def _on_duration(event: str, seconds: float, **_: str | int) -> None:
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
     if event == _EVENT:
         for compilations in _counting:
             compilations.count += 1
-            compilations.seconds += seconds
+            compilations.seconds += duration_secs
 
 
 # One listener for the process: JAX has no public way to take one back.

@@ -12,6 +12,7 @@ on its neighbours, its slot or its pages (WORKSPACE-notes.md, batch invariance).
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -176,7 +177,9 @@ def prefill(
     hidden, cache = _forward(params, config, cache, tokens, step)
     last = jnp.clip(counts - 1, 0, None)
     # Rows of 0 tokens keep the logits that their sequence had.
-    row_logits = _logits(params, config, jnp.take_along_axis(hidden, last[:, None, None], axis=1))
+    row_logits = head(
+        params, config.model, jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+    )
     updated = jnp.where(counts > 0, slots, config.slots)
     return cache, logits.at[updated].set(row_logits[:, 0], mode="drop"), ok, hidden
 
@@ -246,7 +249,7 @@ def decode(
         step = Step(cache.positions[:, None], feed[:, None], feed[:, None])
         cache = dataclasses.replace(cache, positions=cache.positions + feed.astype(jnp.int32))
         hidden, cache = _forward(params, config, cache, token[:, None], step)
-        new_logits = _logits(params, config, hidden)[:, 0]
+        new_logits = head(params, config.model, hidden)[:, 0]
         return index + 1, cache, jnp.where(feed[:, None], new_logits, logits), decoded
 
     state = (jnp.zeros((), jnp.int32), cache, logits, decoded)
@@ -319,19 +322,25 @@ def _reserve(
 ) -> tuple[jax.Array, Cache]:
     """Makes room in every table; a row that one table refuses gets nothing from any."""
 
-    def attempt(wanted: jax.Array) -> tuple[list[Table], jax.Array]:
-        tables, granted = [], jnp.ones(wanted.shape, bool)
-        for table in cache.tables:
-            rows = table if slots is None else table.rows(slots)
-            rows, ok = rows.reserve(wanted, max_tokens)
-            tables.append(rows if slots is None else table.with_rows(slots, rows))
-            granted &= ok
-        return tables, granted
+    def attempt(wanted: jax.Array) -> tuple[tuple[Table, ...], jax.Array]:
+        results = [_reserve_in(table, slots, wanted, max_tokens) for table in cache.tables]
+        granted = functools.reduce(jnp.logical_and, [ok for _, ok in results])
+        return tuple(table for table, _ in results), granted
 
     tables, granted = attempt(wanted)
     if len(cache.tables) > 1:
         tables, _ = attempt(jnp.where(granted, wanted, 0))
-    return granted, dataclasses.replace(cache, tables=tuple(tables))
+    return granted, dataclasses.replace(cache, tables=tables)
+
+
+def _reserve_in(
+    table: Any, slots: jax.Array | None, wanted: jax.Array, max_tokens: int
+) -> tuple[Table, jax.Array]:
+    """One table of either kind, with room made in it, and ok of each row."""
+    if slots is None:
+        return table.reserve(wanted, max_tokens)
+    rows, ok = table.rows(slots).reserve(wanted, max_tokens)
+    return table.with_rows(slots, rows), ok
 
 
 def _forward(
@@ -381,20 +390,16 @@ def _apply(
     tokens: jax.Array,
     step: Step,
     layers: tuple[LayerCache, ...],
-    tables: list[Table],
+    tables: Sequence[Table],
     prompt_lengths: jax.Array,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     decoder = Decoder(config.model, config.implementation)
-    hidden, layers = decoder.apply({"params": params}, tokens, step, layers, tables, prompt_lengths)
-    return hidden, layers
+    output: Any = decoder.apply({"params": params}, tokens, step, layers, tables, prompt_lengths)
+    return output
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def head(params: Params, config: DecoderConfig, hidden: jax.Array) -> jax.Array:
-    """Float32 logits [..., V] of hidden states [..., D] that prefill gave."""
-    return Decoder(config).apply({"params": params}, hidden, method="logits")
-
-
-def _logits(params: Params, config: InferenceConfig, hidden: jax.Array) -> jax.Array:
-    """Float32 logits [..., V] of hidden states [..., D]."""
-    return Decoder(config.model).apply({"params": params}, hidden, method="logits")
+    """Float32 logits [..., V] of the hidden states [..., D] that prefill gave."""
+    logits: Any = Decoder(config).apply({"params": params}, hidden, method="logits")
+    return logits

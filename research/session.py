@@ -17,6 +17,8 @@ from kvlab.research.cache import Cache, CacheUse, cache_use
 from kvlab.research.compilation import count_compilations
 from kvlab.research.inference import MAX_STOP_IDS, InferenceConfig, Params
 
+TokenIds = Sequence[int] | np.ndarray
+
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
@@ -60,7 +62,7 @@ class Session:
         return np.asarray(self.cache.positions)
 
     def prefill(
-        self, prompts: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
+        self, prompts: Mapping[int, TokenIds] | Sequence[TokenIds]
     ) -> dict[int, np.ndarray]:
         """Appends prompts to sequences, in pieces of the one prefill shape.
 
@@ -77,7 +79,7 @@ class Session:
         """
         by_slot = prompts if isinstance(prompts, Mapping) else dict(enumerate(prompts))
         arrays = {slot: self._checked(slot, ids) for slot, ids in by_slot.items()}
-        hidden: dict[int, list[jax.Array]] = {slot: [] for slot in arrays}
+        hidden: dict[int, list[np.ndarray]] = {slot: [] for slot in arrays}
         order = list(arrays)
         for first in range(0, len(order), self.config.rows):
             group = order[first : first + self.config.rows]
@@ -85,7 +87,7 @@ class Session:
         return {slot: np.concatenate(pieces) for slot, pieces in hidden.items()}
 
     def _prefill_group(
-        self, prompts: Mapping[int, np.ndarray], hidden: dict[int, list[jax.Array]]
+        self, prompts: Mapping[int, np.ndarray], hidden: dict[int, list[np.ndarray]]
     ) -> None:
         """Prefills at most `config.rows` prompts side by side."""
         config = self.config
@@ -117,7 +119,7 @@ class Session:
         *,
         sampling: Sampling | Mapping[int, Sampling] = Sampling(),  # noqa: B008 (frozen)
         stop_ids: Sequence[int] = (),
-        forced: Mapping[int, Sequence[int]] | None = None,
+        forced: Mapping[int, TokenIds] | None = None,
         steps_per_call: int | None = None,
     ) -> dict[int, Continuation]:
         """Continues sequences.
@@ -148,7 +150,7 @@ class Session:
         if not 1 <= steps <= config.decode_steps:
             raise ValueError(f"steps_per_call={steps} given; use 1 to {config.decode_steps}")
         stops = _stop_array(stop_ids, config.slots)
-        forced = {
+        fed = {
             slot: self._checked_ids(slot, np.asarray(ids, np.int64))
             for slot, ids in (forced or {}).items()
         }
@@ -166,7 +168,7 @@ class Session:
                 done = len(result.tokens)
                 if not (result.stopped or result.stalled):
                     remaining[slot] = min(limits[slot] - done, steps)
-                ids = forced.get(slot, feed[0, :0])[done : done + config.decode_steps]
+                ids = fed.get(slot, feed[0, :0])[done : done + config.decode_steps]
                 feed[slot, : len(ids)], num_feed[slot] = ids, len(ids)
             if not remaining.any():
                 return results
@@ -242,7 +244,7 @@ class Session:
         if not 0 <= slot < self.config.slots:
             raise ValueError(f"slot {slot} does not exist; slots are 0 to {self.config.slots - 1}")
 
-    def _checked(self, slot: int, ids: Sequence[int]) -> np.ndarray:
+    def _checked(self, slot: int, ids: TokenIds) -> np.ndarray:
         """The ids as int32, or a ValueError that says what is wrong with this prompt."""
         self._check_slot(slot)
         array = np.asarray(ids, np.int64)

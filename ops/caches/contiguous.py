@@ -5,7 +5,6 @@ block. Slot equals place in the text.
 """
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -13,55 +12,6 @@ import jax.numpy as jnp
 from kvlab.ops.attention import READ_BLOCK, AttentionOptions
 from kvlab.ops.caches.protocol import Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_in_order, written_indices
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowTable:
-    """Counts the tokens of sequences that each own `capacity` slots; the contiguous page table."""
-
-    lengths: jax.Array  # i32[B]: tokens stored
-    capacity: int = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def init(cls, num_sequences: int, capacity: int) -> Self:
-        """An empty table of `num_sequences` rows of `capacity` tokens."""
-        return cls(jnp.zeros(num_sequences, jnp.int32), capacity)
-
-    def reserve(self, wanted: jax.Array, max_tokens: int | None = None) -> tuple[Self, jax.Array]:
-        """Adds `wanted` i32[B] tokens where they fit; ok bool[B] says where."""
-        del max_tokens  # bounds the work of a page table; here there is none
-        ok = self.lengths + wanted <= self.capacity
-        return dataclasses.replace(self, lengths=self.lengths + jnp.where(ok, wanted, 0)), ok
-
-    def release(self, mask: jax.Array) -> Self:
-        """Empties the sequences of `mask` bool[B]."""
-        return dataclasses.replace(self, lengths=jnp.where(mask, 0, self.lengths))
-
-    def fork(self, source: jax.Array, target: jax.Array) -> Self:
-        """Gives `target` i32[n] the lengths of `source` i32[n]."""
-        return dataclasses.replace(
-            self, lengths=self.lengths.at[target].set(self.lengths[source], mode="drop")
-        )
-
-    def reorder(self, parents: jax.Array) -> Self:
-        """Sequence b takes over the length of `parents[b]` i32[B]."""
-        return dataclasses.replace(self, lengths=self.lengths[parents])
-
-    def trim(self, lengths: jax.Array) -> Self:
-        """Shortens sequences to `lengths` i32[B]."""
-        return dataclasses.replace(self, lengths=jnp.minimum(self.lengths, lengths))
-
-    def rows(self, slots: jax.Array) -> Self:
-        """The view of sequences `slots` i32[R]; an entry past the end is an empty row."""
-        lengths = self.lengths.at[slots].get(mode="fill", fill_value=0)
-        return dataclasses.replace(self, lengths=lengths)
-
-    def with_rows(self, slots: jax.Array, rows: Self) -> Self:
-        """The table with a view that `rows` made put back."""
-        return dataclasses.replace(
-            self, lengths=self.lengths.at[slots].set(rows.lengths, mode="drop")
-        )
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +30,7 @@ class ContiguousCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: jnp.dtype,
-    ) -> Self:
+    ) -> "ContiguousCache":
         """An empty cache; the capacity is rounded up to the read block."""
         slots = -(-capacity // READ_BLOCK) * READ_BLOCK
         return cls(
@@ -88,7 +38,9 @@ class ContiguousCache:
             jnp.zeros((num_sequences, num_kv_heads, slots, head_dim), dtype),
         )
 
-    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> Self:
+    def write(
+        self, key: jax.Array, value: jax.Array, step: Step, table: Table
+    ) -> "ContiguousCache":
         """Stores the step's written tokens; see `LayerCache.write`."""
         num_sequences, _, _, capacity = self.key.shape
         row = jnp.arange(key.shape[0], dtype=jnp.int32) if step.slots is None else step.slots
@@ -108,7 +60,7 @@ class ContiguousCache:
         step: Step,
         table: Table,
         options: AttentionOptions,
-    ) -> tuple[jax.Array, Self]:
+    ) -> tuple[jax.Array, "ContiguousCache"]:
         """Writes, then reads what is stored; see `LayerCache.attend`."""
         cache = self.write(key, value, step, table)
 
@@ -135,15 +87,15 @@ class ContiguousCache:
         del table
         return self.key.transpose(0, 3, 1, 2), self.value.transpose(0, 2, 1, 3)
 
-    def fork(self, source: jax.Array, target: jax.Array) -> Self:
+    def fork(self, source: jax.Array, target: jax.Array) -> "ContiguousCache":
         """Copies the rows `source` to `target` i32[n]."""
         return jax.tree.map(lambda a: a.at[target].set(a[source], mode="drop"), self)
 
-    def reorder(self, parents: jax.Array) -> Self:
+    def reorder(self, parents: jax.Array) -> "ContiguousCache":
         """Sequence b takes over the row of `parents[b]` i32[B]."""
         return jax.tree.map(lambda a: a[parents], self)
 
-    def copy(self, source: jax.Array, target: jax.Array) -> Self:
+    def copy(self, source: jax.Array, target: jax.Array) -> "ContiguousCache":
         """Copies flat token slots (row * capacity + slot) `source` to `target` i32[n]."""
         capacity = self.key.shape[3]
         (row, slot), (to_row, to_slot) = divmod(source, capacity), divmod(target, capacity)

@@ -7,7 +7,6 @@ smaller page: so every page size that divides the read block gives the same bits
 """
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +33,14 @@ class PagedCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: jnp.dtype,
-    ) -> Self:
+    ) -> "PagedCache":
         """An empty pool of `num_pages` pages of `page_size` tokens."""
         return cls(
             jnp.zeros((num_pages, num_kv_heads, head_dim, page_size), dtype),
             jnp.zeros((num_pages, num_kv_heads, page_size, head_dim), dtype),
         )
 
-    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> Self:
+    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> "PagedCache":
         """Stores the step's written tokens; see `LayerCache.write`."""
         num_pages, _, _, page_size = self.k_pages.shape
         slots = _paged(table).flat_slots(written_indices(step, table))
@@ -61,7 +60,7 @@ class PagedCache:
         step: Step,
         table: Table,
         options: AttentionOptions,
-    ) -> tuple[jax.Array, Self]:
+    ) -> tuple[jax.Array, "PagedCache"]:
         """Writes, then reads what is stored; see `LayerCache.attend`."""
         cache = self.write(key, value, step, table)
         _, num_kv_heads, head_dim, page_size = self.k_pages.shape
@@ -97,17 +96,17 @@ class PagedCache:
             values.transpose(0, 1, 3, 2, 4).reshape(batch, -1, num_kv_heads, head_dim),
         )
 
-    def fork(self, source: jax.Array, target: jax.Array) -> Self:
+    def fork(self, source: jax.Array, target: jax.Array) -> "PagedCache":
         """Nothing is held per sequence: the table shares the pages."""
         del source, target
         return self
 
-    def reorder(self, parents: jax.Array) -> Self:
+    def reorder(self, parents: jax.Array) -> "PagedCache":
         """Nothing is held per sequence: the table permutes the mapping."""
         del parents
         return self
 
-    def copy(self, source: jax.Array, target: jax.Array) -> Self:
+    def copy(self, source: jax.Array, target: jax.Array) -> "PagedCache":
         """Copies flat token slots (page * p + offset) `source` to `target` i32[n]."""
         page_size = self.k_pages.shape[3]
         (page, offset), (to_page, to_offset) = divmod(source, page_size), divmod(target, page_size)

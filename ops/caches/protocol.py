@@ -6,11 +6,13 @@ H head size. A step's rows are sequences; in prefill they are some of the cache'
 """
 
 import dataclasses
-from typing import Protocol, Self
+from typing import Protocol, runtime_checkable
 
 import jax
 
 from kvlab.ops.attention import AttentionOptions
+from kvlab.ops.page_table import PageTable
+from kvlab.ops.row_table import RowTable
 
 
 @jax.tree_util.register_dataclass
@@ -28,39 +30,16 @@ class Step:
     slots: jax.Array | None = None  # i32[B]: the sequence of each row; None: row b is sequence b
 
 
-class Table(Protocol):
-    """Maps the tokens of sequences to storage, and counts them.
-
-    `lengths` are tokens stored. A step reserves first, so inside a layer `lengths` already
-    counts the tokens that the step writes.
-    """
-
-    @property
-    def lengths(self) -> jax.Array:
-        """i32[B], tokens stored."""
-        ...
-
-    def reserve(self, wanted: jax.Array, max_tokens: int | None = None) -> tuple[Self, jax.Array]:
-        """Makes room for `wanted` i32[B] more tokens; returns the table and ok bool[B]."""
-        ...
-
-    def release(self, mask: jax.Array) -> Self:
-        """Empties the sequences of `mask` bool[B]."""
-        ...
-
-    def rows(self, slots: jax.Array) -> Self:
-        """The view of sequences `slots` i32[R]; an entry past the end is an empty row."""
-        ...
-
-    def with_rows(self, slots: jax.Array, rows: Self) -> Self:
-        """The table with a view that `rows` made put back."""
-        ...
+# Maps the tokens of sequences to storage, and counts them. A step reserves first, so inside a layer
+# `lengths` already counts the tokens that the step writes.
+Table = PageTable | RowTable
 
 
+@runtime_checkable
 class LayerCache(Protocol):
     """The keys and values of one layer. Values in, values out: nothing is changed in place."""
 
-    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> Self:
+    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> "LayerCache":
         """Stores `key`, `value` [B, T, K, H] of the step's written tokens."""
         ...
 
@@ -72,7 +51,7 @@ class LayerCache(Protocol):
         step: Step,
         table: Table,
         options: AttentionOptions,
-    ) -> tuple[jax.Array, Self]:
+    ) -> tuple[jax.Array, "LayerCache"]:
         """Writes, then reads what is stored.
 
         Args:
@@ -92,15 +71,15 @@ class LayerCache(Protocol):
         """Keys and values [B, S, K, H] of every sequence in slot order, as stored."""
         ...
 
-    def fork(self, source: jax.Array, target: jax.Array) -> Self:
+    def fork(self, source: jax.Array, target: jax.Array) -> "LayerCache":
         """Copies what is held per sequence from `source` to `target` i32[n]; pages are shared."""
         ...
 
-    def reorder(self, parents: jax.Array) -> Self:
+    def reorder(self, parents: jax.Array) -> "LayerCache":
         """Sequence b takes over what is held per sequence of `parents[b]` i32[B]."""
         ...
 
-    def copy(self, source: jax.Array, target: jax.Array) -> Self:
+    def copy(self, source: jax.Array, target: jax.Array) -> "LayerCache":
         """Copies token slots `source` to `target` i32[n]; slots past the end are dropped."""
         ...
 

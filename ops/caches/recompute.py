@@ -4,7 +4,6 @@ Every step's input is the whole text, so what a layer is handed is all that ther
 """
 
 import dataclasses
-from typing import Self
 
 import jax
 
@@ -17,7 +16,7 @@ from kvlab.ops.caches.protocol import Step, Table
 class RecomputeCache:
     """The absence of a cache, behind the protocol of one."""
 
-    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> Self:
+    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> "RecomputeCache":
         """Stores nothing."""
         del key, value, step, table
         return self
@@ -30,7 +29,7 @@ class RecomputeCache:
         step: Step,
         table: Table,
         options: AttentionOptions,
-    ) -> tuple[jax.Array, Self]:
+    ) -> tuple[jax.Array, "RecomputeCache"]:
         """Attends to the step's own keys and values; see `LayerCache.attend`."""
         del table
         output = attention(
@@ -47,17 +46,17 @@ class RecomputeCache:
         del table
         raise ValueError("placement=recompute stores no keys or values; use contiguous or paged")
 
-    def fork(self, source: jax.Array, target: jax.Array) -> Self:
+    def fork(self, source: jax.Array, target: jax.Array) -> "RecomputeCache":
         """Nothing is held."""
         del source, target
         return self
 
-    def reorder(self, parents: jax.Array) -> Self:
+    def reorder(self, parents: jax.Array) -> "RecomputeCache":
         """Nothing is held."""
         del parents
         return self
 
-    def copy(self, source: jax.Array, target: jax.Array) -> Self:
+    def copy(self, source: jax.Array, target: jax.Array) -> "RecomputeCache":
         """Nothing is held."""
         del source, target
         return self
