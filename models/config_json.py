@@ -76,8 +76,9 @@ def decoded(value: Any, classes: Mapping[str, type]) -> Any:
       classes: the classes that "type" may name.
 
     Raises:
-      ValueError: an object without a known "type", or a field out of range.
-      TypeError: a field that is missing or unknown.
+      ValueError: an object without a known "type", a field that is missing, unknown or out of
+        range.
+      TypeError: a field of another type than its class works with.
     """
     if isinstance(value, list):
         return tuple(decoded(item, classes) for item in value)
@@ -87,4 +88,11 @@ def decoded(value: Any, classes: Mapping[str, type]) -> Any:
     name = fields.pop("type", None)
     if name not in classes:
         raise ValueError(f"type {name!r} is not known; legal values: {', '.join(classes)}")
+    known = dataclasses.fields(classes[name])
+    if unknown := sorted(fields.keys() - {field.name for field in known}):
+        raise ValueError(f"{name} has no field {', '.join(unknown)}")
+    for field in known:
+        optional = {field.default, field.default_factory} != {dataclasses.MISSING}
+        if not optional and field.name not in fields:
+            raise ValueError(f"{name} lacks the field {field.name}")
     return classes[name](**fields)
