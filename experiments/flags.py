@@ -152,7 +152,7 @@ _SHARED = {
         text, "FILE", "a file whose whole text is a prompt; may be given several times", (), True
     ),
     "prompt_ids": Flag(
-        text, "IDS", "prompts as token ids: 1,2,3 or a JSON list, or a JSON list of lists"
+        text, "IDS", "a prompt as token ids: 1,2,3; or a JSON list of several", (), True
     ),
     "max_tokens": Flag(whole(1), "N", "most new tokens of a sequence", 64),
     "stop": Flag(

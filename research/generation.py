@@ -11,19 +11,12 @@ from typing import Literal
 from kvlab.models.tokenizers import Detokenizer, StopStrings, Tokenizer
 from kvlab.ops.sampling import Sampling
 from kvlab.research.inference import InferenceConfig
+from kvlab.research.prompts import Prompt, check_token_ids
 from kvlab.research.session import Continuation, Session
 
 FinishReason = Literal["stop", "length", "max_length", "out_of_pages"]
 OnText = Callable[[int, str], None]
 _STOP_STRING_STEPS = 8  # tokens a call: what is decoded past a stop string is thrown away
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A prompt, as token ids and, where it was text, as that."""
-
-    ids: tuple[int, ...]
-    text: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +95,12 @@ def generate(
     check_prompts(prompts, session.config)
     if options.stop and tokenizer is None:
         raise ValueError("stop strings need text, and this model has no tokenizer; use stop ids")
+    max_length, slots = session.config.max_length, session.config.slots
     waiting = [
-        _Sequence(number, prompt, sample, options, tokenizer)
+        _Sequence(number, prompt, sample, options, max_length, tokenizer)
         for number, prompt in enumerate(prompts)
         for sample in range(options.num_samples)
     ]
-    slots = session.config.slots
     for first in range(0, len(waiting), slots):
         wave = dict(enumerate(waiting[first : first + slots]))
         _run_wave(session, wave, options, on_text)
@@ -125,16 +118,10 @@ def check_prompts(prompts: Sequence[Prompt], config: InferenceConfig) -> None:
     Raises:
       ValueError: an empty prompt, one that leaves no room for a new token, ids out of range.
     """
-    last_id = config.model.vocab_size - 1
+    check_token_ids([prompt.ids for prompt in prompts], config.model.vocab_size, "prompt")
     for number, prompt in enumerate(prompts, 1):
         if not prompt.ids:
             raise ValueError(f"prompt {number} is empty; give at least one token")
-        wrong = [token for token in prompt.ids if not 0 <= token <= last_id]
-        if wrong:
-            raise ValueError(
-                f"prompt {number} has token id {wrong[0]}, which is out of range; the model's ids "
-                f"are 0 to {last_id}"
-            )
         if len(prompt.ids) >= config.max_length:
             context = config.model.max_length
             limit = (
@@ -171,6 +158,7 @@ class _Sequence:
         prompt: Prompt,
         sample_index: int,
         options: Options,
+        max_length: int,
         tokenizer: Tokenizer | None,
     ) -> None:
         self.index = prompt_index * options.num_samples + sample_index
@@ -180,6 +168,9 @@ class _Sequence:
         self.finish_reason: FinishReason | None = None
         self.ttft_s: float | None = None
         self.decode_s = 0.0  # after the first token
+        room = max_length - len(prompt.ids)
+        self.limit = min(options.max_tokens, room)
+        self._context_is_limit = room < options.max_tokens
         self._stops = StopStrings(options.stop)
         self._pieces: list[str] = []
         self._detokenizer = None
@@ -199,11 +190,18 @@ class _Sequence:
             if self._detokenizer is not None and not ends:
                 self._pieces.append(self._stops.push(self._detokenizer.push([token])))
                 if self._stops.stopped:
-                    self.finish_reason = "stop"
                     break
-        if got.stopped and self.finish_reason is None:
-            self.finish_reason = "stop"
         return "".join(self._pieces[began:])
+
+    def ended(self, got: Continuation) -> FinishReason | None:
+        """Why the sequence has ended after these tokens, or None if it goes on."""
+        if got.stopped or self._stops.stopped:
+            return "stop"
+        if got.stalled:
+            return "out_of_pages"
+        if len(self.tokens) < self.limit:
+            return None
+        return "max_length" if self._context_is_limit else "length"
 
     def finish(self, reason: FinishReason) -> str:
         """Ends the sequence; returns the text that was held back."""
@@ -246,7 +244,7 @@ def _run_wave(
         running = dict(wave)
         while running:
             limits = {
-                slot: min(steps, options.max_tokens - len(sequence.tokens))
+                slot: min(steps, sequence.limit - len(sequence.tokens))
                 for slot, sequence in running.items()
             }
             called = time.perf_counter()
@@ -258,7 +256,7 @@ def _run_wave(
                 if got.tokens and sequence.ttft_s is None:
                     sequence.ttft_s = now - began
                 new_text = sequence.extend(got, (now - called) / max(longest, 1))
-                reason = _reason(session, slot, sequence, got, options)
+                reason = sequence.ended(got)
                 if reason is not None:
                     new_text += sequence.finish(reason)
                     del running[slot]
@@ -284,18 +282,6 @@ def _steps_per_call(config: InferenceConfig, options: Options, on_text: OnText |
     if on_text is not None:
         return 1
     return min(_STOP_STRING_STEPS, config.decode_steps) if options.stop else config.decode_steps
-
-
-def _reason(
-    session: Session, slot: int, sequence: _Sequence, got: Continuation, options: Options
-) -> FinishReason | None:
-    """Why a sequence has ended, or None if it goes on."""
-    if sequence.finish_reason is not None:
-        return sequence.finish_reason
-    if got.stalled:
-        full = session.lengths[slot] >= session.config.max_length
-        return "max_length" if full else "out_of_pages"
-    return "length" if len(sequence.tokens) >= options.max_tokens else None
 
 
 def _steers(tokenizer: Tokenizer, token: int) -> bool:

@@ -3,11 +3,13 @@
 Axes: N query heads, K KV heads.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
 from kvlab.models.config import DecoderConfig
 from kvlab.models.convert import convert_attention, legal_kv_heads
+from kvlab.models.load import Model
 from kvlab.ops.specs import CacheSpec, Paged, Recompute, parse_placement
 
 ATTENTIONS = "mha, gqa, gqa:K (K KV heads, such as gqa:2), mqa"
@@ -114,6 +116,14 @@ def apply_attention(
     if wanted == config.kv_heads:
         return config, params
     return convert_attention(config, params, wanted, "mean")
+
+
+def with_attention(model: Model, attention: str | None) -> Model:
+    """The model with another attention variant (`apply_attention`); None leaves it as it is."""
+    if attention is None:
+        return model
+    config, params = apply_attention(model.config, model.params, attention)
+    return dataclasses.replace(model, config=config, params=params)
 
 
 def cache_specs(

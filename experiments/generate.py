@@ -1,0 +1,149 @@
+"""Generate text from prompts.
+
+    kvlab generate --chat --prompt="What is a KV cache?"
+    kvlab generate --prompt="The capital of France is" --num_samples=3 --temperature=0.8 --json
+    kvlab generate --model=FOLDER --prompt_ids=1,15,27
+
+A text ends at the model's end-of-text token, at a --stop string, or after --max_tokens. More
+sequences than --slots run one group after another. With --json every continuation is a line: its
+prompt, token ids, text, log-probabilities (natural, of the model without temperature or filters),
+why it ended (stop, length, max_length, out_of_pages), and its time to first token and per token
+after that (seconds, without compilation).
+"""
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvlab.experiments import flags
+from kvlab.experiments.flags import Flag, command_flags
+from kvlab.experiments.main import execute
+
+if TYPE_CHECKING:
+    from kvlab.models.tokenizers import Tokenizer
+    from kvlab.research.generation import Completion
+    from kvlab.research.prompts import Prompt
+
+FLAGS = command_flags(
+    "model",
+    "prompt",
+    "prompt_file",
+    "prompt_ids",
+    "max_tokens",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "num_samples",
+    "json",
+    "slots",
+    "chunk",
+    "max_length",
+    axes=flags.ONE,
+    chat=Flag(bool, "", "lay each prompt out as a user's message, with the model's own template"),
+)
+
+
+def main(argv: list[str]) -> None:
+    """Continues the prompts of the flags and prints what comes."""
+    from kvlab.models.load import load_model  # noqa: PLC0415 (--help stays quick)
+    from kvlab.ops.sampling import Sampling  # noqa: PLC0415
+    from kvlab.research import generation  # noqa: PLC0415
+    from kvlab.research.fitting import fitting_config  # noqa: PLC0415
+    from kvlab.research.session import Session  # noqa: PLC0415
+    from kvlab.research.variants import with_attention  # noqa: PLC0415
+
+    sampling = Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p, FLAGS.min_p, FLAGS.seed)
+    spec = flags.cache_points(FLAGS)[0]
+    encode_prompts = _read_prompts()
+    model = with_attention(load_model(FLAGS.model), FLAGS.attention)
+    tokenizer = model.tokenizer
+    prompts = encode_prompts(tokenizer)
+    config = fitting_config(
+        model.config,
+        spec,
+        sequences=len(prompts) * FLAGS.num_samples,
+        needed=max(len(prompt.ids) for prompt in prompts) + FLAGS.max_tokens,
+        slots=FLAGS.slots,
+        max_length=FLAGS.max_length,
+        chunk=FLAGS.chunk,
+        implementation=FLAGS.implementation,
+    )
+    generation.check_prompts(prompts, config)
+    session = Session(model.params, config)
+    options = generation.Options(
+        max_tokens=FLAGS.max_tokens,
+        sampling=sampling,
+        num_samples=FLAGS.num_samples,
+        stop_ids=tokenizer.eos_ids if tokenizer else (),
+        stop=tuple(FLAGS.stop),
+    )
+    single = len(prompts) * FLAGS.num_samples == 1
+    streams = single and tokenizer is not None and not FLAGS.json
+    if FLAGS.json:
+        generation.warm_up(session, forks=FLAGS.num_samples > 1)
+    on_text = _stream if streams else None
+    for completion in generation.generate(session, prompts, options, tokenizer, on_text):
+        if FLAGS.json:
+            print(json.dumps(_as_json(completion), ensure_ascii=False), flush=True)
+        elif streams:
+            print()
+        else:
+            print(_as_text(completion, single), flush=True)
+
+
+def _read_prompts() -> "Callable[[Tokenizer | None], list[Prompt]]":
+    """Reads the prompts that the flags name; encodes them when the model's tokenizer is known."""
+    from kvlab.research import prompts  # noqa: PLC0415
+
+    ids = [prompt for written in FLAGS.prompt_ids for prompt in prompts.parse_ids(written)]
+    texts = [*FLAGS.prompt, *map(prompts.read_prompt, FLAGS.prompt_file)]
+    if not (texts or ids):
+        raise ValueError("no prompt given; use --prompt, --prompt_file or --prompt_ids")
+    if FLAGS.chat and ids:
+        raise ValueError("--chat lays out texts, and --prompt_ids has none; use one of them")
+    chat = FLAGS.chat
+    return lambda tokenizer: [*prompts.encode_prompts(texts, tokenizer, chat=chat), *ids]
+
+
+def _stream(_: int, text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _as_json(completion: "Completion") -> dict[str, Any]:
+    """The line of one continuation; what there is not is absent."""
+    line = {
+        "prompt": completion.prompt.text,
+        "prompt_ids": completion.prompt.ids,
+        "prompt_index": completion.prompt_index,
+        "sample_index": completion.sample_index,
+        "tokens": completion.tokens,
+        "text": completion.text,
+        "log_probs": completion.log_probs,
+        "cumulative_log_prob": sum(completion.log_probs),
+        "finish_reason": completion.finish_reason,
+        "ttft_s": completion.ttft_s,
+        "tpot_s": completion.tpot_s,
+    }
+    return {name: value for name, value in line.items() if value is not None}
+
+
+def _as_text(completion: "Completion", single: bool) -> str:
+    """A continuation for a reader, under its prompt where there are several."""
+    text = completion.text
+    if text is None:
+        text = ",".join(map(str, completion.tokens))
+    if single:
+        return text
+    prompt = completion.prompt
+    shown = ",".join(map(str, prompt.ids)) if prompt.text is None else prompt.text
+    head = f"[{completion.prompt_index + 1}.{completion.sample_index + 1}] "
+    return f"{head}{textwrap.shorten(shown, 80)}\n{text}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(execute(sys.modules[__name__]))
