@@ -31,6 +31,7 @@ _SCALARS: Mapping[int, np.dtype[Any]] = {
         6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
     }.items()
 }  # fmt: skip
+_LENGTH = struct.Struct("<Q")
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 # Values dequantised at a time: temporaries stay in a core's cache. The package's own pieces of 16
@@ -223,7 +224,9 @@ class _Cursor:
             number = self._numbers(kind, 1)[0]
             return float(str(number)) if isinstance(number, np.float32) else number.item()
         kind, length = self._unpack("<I"), self._unpack("<Q")
-        if kind in (_STRING, _ARRAY):
+        if kind == _STRING:
+            return self._strings(length)
+        if kind == _ARRAY:
             return [self._value(kind) for _ in range(length)]
         return self._numbers(kind, length)
 
@@ -232,6 +235,19 @@ class _Cursor:
             raise CheckpointError(f"{self._path} has metadata of the unknown type {kind}")
         dtype = _SCALARS[kind]
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+
+    def _strings(self, count: int) -> list[str]:
+        """An array of strings: the vocabulary and the merges, 98,000 in SmolLM2."""
+        data, at, strings = self._data, self._at, []
+        for _ in range(count):
+            begin = at + _LENGTH.size
+            (size,) = _LENGTH.unpack_from(data, at)
+            at = begin + size
+            if at > len(data):
+                raise IndexError(at)
+            strings.append(data[begin:at].decode("utf-8", errors="surrogateescape"))
+        self._at = at
+        return strings
 
     def _string(self) -> str:
         return self._take(self._unpack("<Q")).decode("utf-8", errors="surrogateescape")
