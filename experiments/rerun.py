@@ -1,0 +1,58 @@
+"""Repeat a run from its manifest and say which rows differ.
+
+    kvlab rerun runs/attention_cache
+
+Deterministic metrics (quality, bytes, counts) are compared; of timings the ratio is shown. The exit
+status is 1 where a deterministic metric differs, or a row is missing or failed.
+"""
+
+import pathlib
+import sys
+
+from kvlab.experiments.flags import command_flags
+from kvlab.experiments.main import execute
+from kvlab.experiments.sweep import present
+
+ARGUMENTS = "RUN_FOLDER"
+FLAGS = command_flags(out="the new run folder; RUN_FOLDER-rerun if not given")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the experiment of a run folder again and compares the rows."""
+    from kvlab.models.load import load_model  # noqa: PLC0415 (--help stays quick)
+    from kvlab.research.comparison import compare_rows  # noqa: PLC0415
+    from kvlab.research.experiment import Sweep  # noqa: PLC0415
+    from kvlab.research.results import RunFolder, read_manifest, read_rows  # noqa: PLC0415
+    from kvlab.research.sweep import run_sweep, sweep_points  # noqa: PLC0415
+
+    if len(argv) != 2:
+        raise ValueError(f"rerun takes one run folder, {len(argv) - 1} given")
+    source = pathlib.Path(argv[1])
+    manifest = read_manifest(source)
+    if manifest["command"] != "sweep":
+        raise ValueError(f"{source} is a run of {manifest['command']!r}; rerun repeats sweeps")
+    sweep = Sweep.from_json(manifest["config"])
+    out = pathlib.Path(FLAGS.out or source.with_name(f"{source.name}-rerun"))
+    with RunFolder.open(
+        out,
+        command="sweep",
+        config=sweep.to_json(),
+        seeds=(sweep.seed,),
+        argv=manifest["argv"],
+        points=len(list(sweep_points(sweep))),
+        title=manifest.get("title", ""),
+        question=manifest.get("question", ""),
+    ) as folder:
+        rows = run_sweep(sweep, load_model(sweep.model), folder)
+    status = present(out, rows)
+    comparisons = compare_rows(read_rows(source), rows)
+    print()
+    for comparison in comparisons:
+        print(comparison.describe())
+    differing = sum(comparison.differs for comparison in comparisons)
+    print(f"{differing} of {len(comparisons)} rows differ from {source}")
+    return 1 if differing else status
+
+
+if __name__ == "__main__":
+    sys.exit(execute(sys.modules[__name__]))

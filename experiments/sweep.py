@@ -1,0 +1,111 @@
+"""Run an attention x cache ablation on a model, one row per point.
+
+    kvlab sweep
+    kvlab sweep --attention=mha,gqa --placement=contiguous,paged --page_size=8,16,64
+    kvlab sweep --config=per_layer
+    kvlab sweep --config=my_ablation.py --out=runs/mine
+
+Every point has decode and prefill speed and the cache's measured bytes; quality is scored once per
+attention x cache. Without --config the experiment is attention_cache; other flags change what they
+name, and axis flags replace its variants by their product. A run that was stopped goes on where it
+was when the same command runs again.
+"""
+
+import dataclasses
+import pathlib
+import sys
+from typing import TYPE_CHECKING
+
+from kvlab.experiments.flags import MANY, Flag, comma_list, command_flags, text, whole
+from kvlab.experiments.main import execute
+
+if TYPE_CHECKING:
+    from kvlab.research.experiment import Sweep
+
+_DEFAULT_CONFIG = "attention_cache"
+
+
+def _tokens_or_all(written: str) -> int | str:
+    return written if written == "all" else whole()(written)
+
+
+FLAGS = command_flags(
+    axes=MANY,
+    model=Flag(text, "MODEL", "as of generate; the config's if not given"),
+    config=Flag(text, "NAME", "an experiment by name, or a .py file with one", _DEFAULT_CONFIG),
+    out="the run folder; runs/NAME-HASH if not given",
+    seed=Flag(whole(), "N", "picks the timed prompts"),
+    batch_sizes=Flag(comma_list(whole(1)), "N,...", "sequences decoded together"),
+    prompt_tokens=Flag(whole(1), "N", "tokens of each timed prompt"),
+    decode_tokens=Flag(whole(1), "N", "tokens decoded after it"),
+    recompute_decode_tokens=Flag(whole(1), "N", "as many where placement is recompute"),
+    repeats=Flag(whole(1), "N", "timed repetitions of a point"),
+    quality_tokens=Flag(
+        _tokens_or_all, "N", "tokens of each evaluation text that are scored; all, or 0 for none"
+    ),
+    max_length="slots that a sequence may grow to",
+    chunk="tokens of a prompt that one prefill call takes",
+)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the sweep, prints its table and where the report is."""
+    del argv
+    from kvlab.models.load import load_model  # noqa: PLC0415 (--help stays quick)
+    from kvlab.research.results import RunFolder, config_hash  # noqa: PLC0415
+    from kvlab.research.sweep import run_sweep, sweep_points  # noqa: PLC0415
+
+    sweep = _sweep()
+    config = sweep.to_json()
+    out = pathlib.Path(FLAGS.out or f"runs/{sweep.name}-{config_hash(config)[:8]}")
+    with RunFolder.open(
+        out,
+        command="sweep",
+        config=config,
+        seeds=(sweep.seed,),
+        argv=sys.argv[2:],
+        points=len(list(sweep_points(sweep))),
+        title=sweep.name.replace("_", " "),
+        question=sweep.question,
+    ) as folder:
+        rows = run_sweep(sweep, load_model(sweep.model), folder)
+    return present(out, rows)
+
+
+def present(out: pathlib.Path, rows: list) -> int:
+    """Writes the report, prints the table, and gives the exit status: 1 where a point failed."""
+    from kvlab.research.report import results_text, write_report  # noqa: PLC0415
+
+    page = write_report([out])
+    print(results_text(rows))
+    print(f"\nreport: {page}")
+    failed = sum(row["status"] == "failed" for row in rows)
+    if failed:
+        print(f"kvlab sweep: {failed} of {len(rows)} points failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _sweep() -> "Sweep":
+    """The experiment that the flags describe."""
+    from kvlab.ops.specs import PLACEMENTS  # noqa: PLC0415
+    from kvlab.research.experiment import cross, load_experiment  # noqa: PLC0415
+    from kvlab.research.variants import cache_specs  # noqa: PLC0415
+
+    sweep = load_experiment(FLAGS.config)
+    names = {field.name for field in dataclasses.fields(sweep)}
+    given = {name: FLAGS[name].value for name in FLAGS if FLAGS[name].present}
+    changes = {name: value for name, value in given.items() if name in names}
+    if changes.get("quality_tokens") == "all":
+        changes["quality_tokens"] = None
+    if {"attention", "placement", "page_size", "storage"} & set(given):
+        caches = cache_specs(
+            given.get("placement", PLACEMENTS),
+            given.get("page_size", (16,)),
+            given.get("storage", ("float32",)),
+        )
+        changes["variants"] = cross(given.get("attention", ("mha", "gqa", "mqa")), tuple(caches))
+    return dataclasses.replace(sweep, **changes)
+
+
+if __name__ == "__main__":
+    sys.exit(execute(sys.modules[__name__]))
