@@ -9,14 +9,11 @@ Nothing here imports jax, so that `--help` is quick; values that need it are che
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from absl import flags as absl_flags
 
-from kvlab.ops.specs import PLACEMENTS, STORAGES
-
-if TYPE_CHECKING:
-    from kvlab.ops.specs import CacheSpec
+from kvlab.ops.specs import PLACEMENTS, STORAGES, CacheSpec, parse_placement
 
 ONE: Literal["one"] = "one"
 MANY: Literal["many"] = "many"
@@ -205,24 +202,13 @@ def command_flags(
     return values
 
 
-def cache_points(values: absl_flags.FlagValues) -> "list[CacheSpec]":
-    """The points on the cache axes that a command's flags name; see `cache_specs`.
-
-    Args:
-      values: flags of `command_flags(axes=...)`, parsed.
+def cache_point(values: absl_flags.FlagValues) -> CacheSpec:
+    """The point on the cache axes that the flags of `command_flags(axes=ONE)` name.
 
     Raises:
-      ValueError: with `axes=ONE`, a storage for `recompute`, which stores nothing.
+      ValueError: a storage for `recompute`, which stores nothing.
     """
-    from kvlab.ops.specs import CacheSpec, parse_placement  # noqa: PLC0415
-    from kvlab.research.variants import cache_specs  # noqa: PLC0415 (imports jax)
-
-    if isinstance(values.placement, str):
-        return [CacheSpec(parse_placement(values.placement, values.page_size), values.storage)]
-    placements, page_sizes, storages = (
-        values[name].value or (_ONE_POINT[name],) for name in ("placement", "page_size", "storage")
-    )
-    return cache_specs(placements, page_sizes, storages)
+    return CacheSpec(parse_placement(values.placement, values.page_size), values.storage)
 
 
 class _Parser(absl_flags.ArgumentParser):

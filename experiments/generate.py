@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     from kvlab.research.variants import with_attention  # noqa: PLC0415
 
     sampling = Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p, FLAGS.min_p, FLAGS.seed)
-    spec = flags.cache_points(FLAGS)[0]
+    spec = flags.cache_point(FLAGS)
     encode_prompts = _read_prompts()
     model = with_attention(load_model(FLAGS.model), FLAGS.attention)
     tokenizer = model.tokenizer
