@@ -136,25 +136,27 @@ _ONE_POINT: dict[str, Any] = {"placement": "paged", "page_size": 16, "storage": 
 
 _SHARED = {
     "model": Flag(text, "MODEL", _MODEL_HELP, DEFAULT_MODEL),
-    "slots": Flag(whole(1), "N", "sequences the cache holds side by side"),
-    "chunk": Flag(whole(1), "N", "tokens of a prompt that one prefill call takes"),
+    "slots": Flag(whole(1), "N", "sequences side by side; all of them, up to 8, if not given"),
+    "chunk": Flag(
+        whole(1),
+        "N",
+        "tokens of a prompt that one prefill call takes; 128, or fewer if texts are shorter",
+    ),
     "max_length": Flag(
-        whole(1), "N", "most tokens of a sequence, prompt and continuation together"
+        whole(1),
+        "N",
+        "most tokens of a sequence, prompt and continuation; what is needed if not given",
     ),
     "seed": Flag(whole(), "N", "of every random draw", 0),
     "out": Flag(text, "PATH", "where to write"),
     "tokens": Flag(text, "FILE", "token ids: a JSON list of lists"),
-    "prompt": Flag(text, "TEXT", "a prompt; give it several times for several", (), True),
-    "prompt_file": Flag(
-        text, "FILE", "a file whose whole text is a prompt; may be given several times", (), True
-    ),
+    "prompt": Flag(text, "TEXT", "a prompt", (), True),
+    "prompt_file": Flag(text, "FILE", "a file whose whole text is a prompt", (), True),
     "prompt_ids": Flag(
         text, "IDS", "a prompt as token ids: 1,2,3; or a JSON list of several", (), True
     ),
     "max_tokens": Flag(whole(1), "N", "most new tokens of a sequence", 64),
-    "stop": Flag(
-        text, "TEXT", "ends a text where this string appears; may be given several times", (), True
-    ),
+    "stop": Flag(text, "TEXT", "ends a text before this string", (), True),
     "temperature": Flag(number, "X", "of sampling; 0 always takes the likeliest token", 0.0),
     "top_k": Flag(whole(), "N", "sample from the N likeliest tokens; 0 is off", 0),
     "top_p": Flag(
@@ -244,6 +246,7 @@ def _define(values: absl_flags.FlagValues, name: str, flag: Flag) -> None:
         absl_flags.DEFINE_multi(
             parser, serializer, name, list(flag.default), flag.help, flag_values=values
         )
+        values[name].help = f"{flag.help}; may be repeated"  # absl adds a longer sentence
     else:
         absl_flags.DEFINE(
             parser, name, flag.default, flag.help, flag_values=values, serializer=serializer

@@ -15,7 +15,7 @@ import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from absl import flags as absl_flags
 
@@ -40,8 +40,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     known = commands()
     if not arguments or arguments[0] in (*_HELP, "help"):
-        print(_overview(known))
-        return 0
+        return _guarded("kvlab", lambda: print(_overview(known)))
     name, *rest = arguments
     if name not in known:
         nearest = _nearest(name.lstrip("-"), known)
@@ -79,8 +78,7 @@ def execute(module: types.ModuleType, arguments: Sequence[str] | None = None) ->
     name = pathlib.Path(spec.origin or "").stem if spec else module.__name__
     program, values = f"kvlab {name}", module.FLAGS
     if set(arguments) & set(_HELP):
-        print(_usage(program, module))
-        return 0
+        return _guarded(program, lambda: print(_usage(program, module)))
     for flag in values:
         values[flag].unparse()  # a second run in one process starts from the defaults
     try:
@@ -94,13 +92,13 @@ def execute(module: types.ModuleType, arguments: Sequence[str] | None = None) ->
         given = " ".join(argv[1:])
         return _complain(program, f"takes flags only, and {given!r} is none; see {program} --help")
     _keep_compiled_programs()
-    return _guarded(program, module, argv)
+    return _guarded(program, lambda: module.main(argv), debug=values.debug)
 
 
-def _guarded(program: str, module: types.ModuleType, argv: list[str]) -> int:
-    """Runs the command's main; an error of the user's, or of the machine, becomes one line."""
+def _guarded(program: str, action: Callable[[], int | None], *, debug: bool = False) -> int:
+    """Runs something; an error of the user's, or of the machine, becomes one line."""
     try:
-        status = module.main(argv) or 0
+        status = action() or 0
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -108,16 +106,16 @@ def _guarded(program: str, module: types.ModuleType, argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        if module.FLAGS.debug:
+        if debug:
             traceback.print_exc()
         return _complain(program, "interrupted", 128 + signal.SIGINT)
     except (ValueError, OSError, MemoryError, FetchError) as error:
-        if module.FLAGS.debug:
+        if debug:
             traceback.print_exc()
         return _complain(program, _message(error), _COMMAND_ERROR)
     except RuntimeError as error:
         # JAX's own class, which is not imported for this. Anything else is a fault of the program.
-        if "RESOURCE_EXHAUSTED" not in str(error) or module.FLAGS.debug:
+        if "RESOURCE_EXHAUSTED" not in str(error) or debug:
             raise
         advice = "use fewer --slots, a smaller --max_length or a smaller --chunk"
         return _complain(program, f"out of memory ({_message(error)}); {advice}", _COMMAND_ERROR)
@@ -189,7 +187,7 @@ def _flag_help(flag: absl_flags.Flag, width: int) -> list[str]:
     if not flag.boolean:
         form += f"={flag.parser.syntactic_help}"
     shown = flag.help
-    if flag.default not in (None, False, []):
+    if flag.default is not None and not (flag.boolean or isinstance(flag, absl_flags.MultiFlag)):
         shown += f" (default: {flag.default})"
     told = textwrap.wrap(shown, max(width - _HELP_COLUMN, 20), break_on_hyphens=False)
     if len(form) + 1 < _HELP_COLUMN:
