@@ -15,6 +15,7 @@ import sys
 import textwrap
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Sequence
 
 from absl import flags as absl_flags
@@ -74,9 +75,8 @@ def execute(module: types.ModuleType, arguments: Sequence[str] | None = None) ->
       The exit status: 0, 1 for an error of the command, 2 for a wrong command line.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    spec = module.__spec__
-    name = pathlib.Path(spec.origin or "").stem if spec else module.__name__
-    program, values = f"kvlab {name}", module.FLAGS
+    qualified = module.__spec__.name if module.__spec__ else module.__name__  # not __main__
+    program, values = f"kvlab {qualified.rpartition('.')[2]}", module.FLAGS
     if set(arguments) & set(_HELP):
         return _guarded(program, lambda: print(_usage(program, module)))
     for flag in values:
@@ -149,6 +149,8 @@ def _keep_compiled_programs() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return  # a cache is a convenience: without one everything is compiled again
+    # A damaged or full cache only means that a program is compiled again.
+    warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
     if os.access(folder, os.W_OK):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
