@@ -24,7 +24,8 @@ def read_config(file: GgufFile, param_dtype: str) -> DecoderConfig:
 
     GGUF leaves two things to the reader's knowledge of the family: that Gemma 2 scales queries by
     (embed_dim / num_heads) ** -0.5 in its 27B size alone, and which of its layers are windowed.
-    A window that the converter dropped (Mistral 7B v0.1) cannot be known.
+    A window that the converter dropped (Mistral 7B v0.1) cannot be known; one that a llama file
+    has counts here, as in the model it is from, where llama.cpp passes over it.
 
     Args:
       file: the open file.
