@@ -118,6 +118,8 @@ def attention(
     check_heads(query.shape[2], key.shape[2])
     if resolve_implementation(options.implementation) == "reference":
         mask = attention_mask(query_positions, key_positions, key_valid, options.window)
+        # Padding can hold anything, NaN included: 0 x NaN must not reach the sum.
+        value = jnp.where(key_valid[:, :, None, None], value, jnp.zeros((), value.dtype))
         return reference_attention(query, key, value, mask & query_valid[:, :, None], options)
     return _chunked_attention(
         query, key, value, query_positions, key_positions, query_valid, key_valid, options

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 class RowTable:
     """Counts the tokens of sequences that each own `capacity` slots."""
 
+    __no_type_check__ = True  # as in PageTable
+
     lengths: jax.Array  # i32[B]: tokens stored
     capacity: int = dataclasses.field(metadata={"static": True})
 

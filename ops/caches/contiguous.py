@@ -19,6 +19,8 @@ from kvlab.ops.caches.reading import attend_in_order, written_indices
 class ContiguousCache:
     """Keys and values of one layer, `capacity` slots a sequence."""
 
+    __no_type_check__ = True  # as in PageTable
+
     key: jax.Array  # [B, K, H, S]
     value: jax.Array  # [B, K, S, H]
 

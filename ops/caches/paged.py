@@ -22,6 +22,8 @@ from kvlab.ops.page_table import PageTable
 class PagedCache:
     """Keys and values of one layer in pages."""
 
+    __no_type_check__ = True  # as in PageTable
+
     k_pages: jax.Array  # [P, K, H, p]
     v_pages: jax.Array  # [P, K, p, H]
 

@@ -24,6 +24,8 @@ class Step:
     whose keys are all in the cache already still has to ask for its last position.
     """
 
+    __no_type_check__ = True  # as in PageTable
+
     positions: jax.Array  # i32[B, T]: place in the text
     valid: jax.Array  # bool[B, T]: the query is real, not padding
     write: jax.Array  # bool[B, T]: its key and value are to be stored

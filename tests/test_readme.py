@@ -1,0 +1,51 @@
+"""The code in README runs as it is printed there."""
+
+import importlib
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from kvlab.experiments import main
+from kvlab.research.experiment import load_experiment
+from kvlab.research.results import read_rows
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_library_example_runs(capsys):
+    (example,) = [block for block in BLOCKS if "Session" in block]
+    exec(compile(example, "README.md", "exec"), {})
+    assert "CacheUse(" in capsys.readouterr().out
+    assert len([line for line in example.splitlines() if line.strip()]) <= 14
+
+
+def test_the_ablation_script_runs_from_any_folder(tmp_path, monkeypatch, capsys):
+    (script,) = [block for block in BLOCKS if "CONFIG" in block]
+    command = re.search(r"Run: kvlab (.*?)\"\"\"", script)
+    assert command
+    (tmp_path / "my_ablation.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    assert main.run(shlex.split(command[1])) == 0
+    rows = read_rows("runs/page_size")
+    assert len(rows) == len(load_experiment("my_ablation.py").variants) == 6
+    assert pathlib.Path("runs/page_size/report.html").exists()
+    assert "report: runs/page_size/report.html" in capsys.readouterr().out
+
+
+def test_there_are_two_commands_for_a_fresh_machine():
+    section = README.split("## Two commands")[1].split("##")[0]
+    (block,) = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    commands = [line.split("#")[0].strip() for line in block.splitlines()]
+    assert commands == ["make run", "make test"]
+
+
+@pytest.mark.parametrize("line", re.findall(r"^kvlab (\w+) (.*)$", README, re.MULTILINE))
+def test_every_command_line_names_flags_that_exist(line):
+
+    name, rest = line
+    flags = importlib.import_module(f"kvlab.experiments.{name}").FLAGS
+    written = re.findall(r"--(\w+)", rest)
+    assert set(written) <= set(flags)
