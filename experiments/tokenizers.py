@@ -66,15 +66,15 @@ def main(argv: list[str]) -> None:
 def _tokenizers() -> "dict[str, Tokenizer]":
     """The tokenizers of the flags by name, or the default one."""
     from kvlab.models.package_index import FetchError  # noqa: PLC0415
-    from kvlab.research.token_tables import BYTES, named_tokenizer  # noqa: PLC0415
+    from kvlab.research.token_tables import BYTES, named_tokenizers  # noqa: PLC0415
 
     if FLAGS.tokenizer:
-        return dict(map(named_tokenizer, FLAGS.tokenizer))
+        return named_tokenizers(FLAGS.tokenizer)
     try:
-        return dict([named_tokenizer(DEFAULT_MODEL)])
+        return named_tokenizers([DEFAULT_MODEL])
     except FetchError as error:
         print(f"byte tokenizer, because {error}", file=sys.stderr)
-        return dict([named_tokenizer(BYTES)])
+        return named_tokenizers([BYTES])
 
 
 def _model() -> "tuple[dict[str, Tokenizer], np.ndarray]":

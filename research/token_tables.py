@@ -46,9 +46,24 @@ def named_tokenizer(name: str) -> tuple[str, Tokenizer]:
         raise ValueError(f"tokenizer {name}: {error}") from error
     if tokenizer is None:
         raise ValueError(f"there is no tokenizer in {name}")
-    if remote or path.is_dir():
-        return path.name if not remote else name, tokenizer
-    return f"{path.resolve().parent.name}/{path.name}", tokenizer
+    if remote:
+        return name, tokenizer
+    path = path.resolve()
+    return path.name if path.is_dir() else f"{path.parent.name}/{path.name}", tokenizer
+
+
+def named_tokenizers(names: Sequence[str]) -> dict[str, Tokenizer]:
+    """Loads tokenizers by their short names, or by those given where short ones repeat.
+
+    Raises:
+      ValueError, FetchError: as `named_tokenizer`.
+    """
+    loaded = {name: named_tokenizer(name) for name in names}
+    short = collections.Counter(name for name, _ in loaded.values())
+    return {
+        name if short[name] == 1 else given: tokenizer
+        for given, (name, tokenizer) in loaded.items()
+    }
 
 
 def read_texts(paths: Sequence[str]) -> dict[str, list[str]]:
@@ -159,7 +174,7 @@ def piece_table(
             row["nearest"] = ", ".join(
                 f"{_quoted(tokenizer.decode_bytes([token], continued=True, keep_special=True))} "
                 f"{value:.2f}"
-                for token, value in zip(near, cosine, strict=True)
+                for token, value in zip(near.tolist(), cosine, strict=True)
             )
     counts = {"token": len(found), "word": len(text.split()), "byte": len(text.encode())}
     told = (f"{count} {unit}{'' if count == 1 else 's'}" for unit, count in counts.items())
