@@ -150,7 +150,10 @@ def _waste(points: Points) -> list[str]:
         f"{name} {min(values):.0%}" + (f" to {max(values):.0%}" if _apart(values) else "")
         for name, values in by_placement.items()
     )
-    return [f"Share of the KV memory taken by sequences (their pages, or whole reserved rows) that held no token: {shares}."]
+    return [
+        "Share of the KV memory taken by sequences (their pages, or whole reserved rows) that held "
+        f"no token: {shares}."
+    ]
 
 
 def _quality(points: Points) -> list[str]:

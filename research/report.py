@@ -49,7 +49,11 @@ _GLOSSARY = {
         "measured bytes of the key and value cache, with everything it needs to work, over the "
         "tokens that it can hold.",
     ),
-    "kv_waste": ("KV waste", "the share of the cache's memory that held no token."),
+    "kv_waste": (
+        "KV waste",
+        "the share of the memory taken by sequences (their pages, or whole reserved rows) that "
+        "held no token.",
+    ),
     "perplexity": (
         "perplexity",
         "how many tokens the model hesitates between at each position of a real text; lower is "
