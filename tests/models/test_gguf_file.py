@@ -112,6 +112,18 @@ def test_what_the_header_may_not_say(tiny_gguf, llama, tmp_path):
         refused(lambda: load_gguf(path), "blk.0.attn_q.weight", *words)
 
 
+def test_metadata_that_is_cut_short_or_of_an_unknown_type(tiny_gguf, tmp_path):
+    tokens = {"tokenizer.ggml.tokens": ["first", "second", "third"], "nested": [[1, 2], [3, 4]]}
+    path = tiny_gguf.write(tmp_path / "m.gguf", "llama", {}, {}, other_keys=tokens)
+    assert [row.tolist() for row in open_gguf(path).metadata["nested"]] == [[1, 2], [3, 4]]
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"second") + 3])
+    refused(lambda: open_gguf(path), "truncated", "header")
+    at = whole.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens")
+    path.write_bytes(whole[:at] + b"\x4d" + whole[at + 1 :])
+    refused(lambda: open_gguf(path), "metadata of the unknown type 77")
+
+
 def test_the_reader_agrees_with_the_package(tiny_gguf, llama, tmp_path):
     keys, arrays = llama
     other = {
