@@ -14,7 +14,7 @@ was when the same command runs again.
 import dataclasses
 import pathlib
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvlab.experiments.flags import MANY, Flag, comma_list, command_flags, text, whole
 from kvlab.experiments.main import execute
@@ -93,7 +93,7 @@ def _sweep() -> "Sweep":
 
     sweep = load_experiment(FLAGS.config)
     names = {field.name for field in dataclasses.fields(sweep)}
-    given = {name: FLAGS[name].value for name in FLAGS if FLAGS[name].present}
+    given: dict[str, Any] = {name: FLAGS[name].value for name in FLAGS if FLAGS[name].present}
     changes = {name: value for name, value in given.items() if name in names}
     if changes.get("quality_tokens") == "all":
         changes["quality_tokens"] = None

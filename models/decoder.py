@@ -13,6 +13,7 @@ Parameters (weights are [in, out], used as x @ weight):
   head/weight [D, V] (untied)
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -290,17 +291,18 @@ def _apply_layer(
     return output
 
 
-def init_params(config: DecoderConfig, key: jax.Array) -> dict:
-    """Random parameters of a config, for tests, training and `random:` models.
-
-    Args:
-      config: the decoder.
-      key: PRNG key.
-    """
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    return Decoder(config).init(key, tokens, method="forward")["params"]
-
-
 def param_shapes(config: DecoderConfig) -> dict:
-    """The parameter tree of a config as `jax.ShapeDtypeStruct`s; nothing is allocated."""
-    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    """The parameter tree of a config as `jax.ShapeDtypeStruct`s; nothing is allocated.
+
+    One layer of each number of KV heads is traced, and stands for all of them.
+    """
+    shapes: dict = {}
+    for num_kv_heads in dict.fromkeys(config.kv_heads):
+        single = dataclasses.replace(config, num_layers=1, num_kv_heads=num_kv_heads, windows=None)
+        tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+        initialise = functools.partial(Decoder(single).init, method="forward")
+        traced = jax.eval_shape(initialise, jax.random.key(0), tokens)["params"]
+        layer = traced.pop("layers_0")
+        same = [i for i, heads in enumerate(config.kv_heads) if heads == num_kv_heads]
+        shapes |= traced | {f"layers_{index}": layer for index in same}
+    return shapes

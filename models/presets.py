@@ -4,7 +4,6 @@ Sources: the config.json that each model was published with. The number of param
 tested against the published one.
 """
 
-import dataclasses
 import difflib
 import math
 from typing import NamedTuple
@@ -220,20 +219,5 @@ def preset(name: str) -> DecoderConfig:
 
 
 def parameter_count(config: DecoderConfig) -> int:
-    """Number of parameters of a decoder; a tied head counts once.
-
-    Worked out from shapes alone (`jax.eval_shape`), on one layer of each kind: layers differ in
-    their KV heads at most, and tracing all 80 of a large model takes seconds.
-    """
-    total = 0
-    for index, num_kv_heads in enumerate(dict.fromkeys(config.kv_heads)):
-        single = dataclasses.replace(config, num_layers=1, num_kv_heads=num_kv_heads, windows=None)
-        shapes = param_shapes(single)
-        total += _size(shapes["layers_0"]) * config.kv_heads.count(num_kv_heads)
-        if index == 0:
-            total += _size({name: sub for name, sub in shapes.items() if name != "layers_0"})
-    return total
-
-
-def _size(shapes: dict) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    """Number of parameters of a decoder, from shapes alone; a tied head counts once."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))

@@ -1,7 +1,7 @@
-"""Random weights drawn on the host, for models that are run but not trained.
+"""Random weights, drawn on the host.
 
-`kvlab.models.decoder.init_params` draws the same kinds of numbers through Linen, which compiles one
-program a shape: 10 s for a model of two layers, where drawing its weights takes a moment.
+Linen's own initialisation compiles one program a shape, 10 s for a model of two layers; drawing the
+same kinds of numbers with NumPy takes a moment.
 """
 
 import jax
