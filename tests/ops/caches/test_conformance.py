@@ -1,0 +1,403 @@
+"""Every cache variant against one list of invariants; a new variant is one entry of `VARIANTS`.
+
+The caches start full of NaN: nothing that was not written may reach an output.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvlab.ops.attention import AttentionOptions, attention
+from kvlab.ops.caches.contiguous import ContiguousCache
+from kvlab.ops.caches.paged import PagedCache
+from kvlab.ops.caches.protocol import Step, array_bytes
+from kvlab.ops.caches.recompute import RecomputeCache
+from kvlab.ops.page_table import PageTable
+from kvlab.ops.row_table import RowTable
+from kvlab.ops.specs import Contiguous, Paged
+
+# Sequences, rows and tokens of a prefill call, query heads, KV heads, head size, most tokens.
+B, R, CHUNK, N, K, H, MAX_LENGTH = 5, 2, 29, 6, 2, 14, 151
+FLOAT32 = 2e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A placement, a storage and an implementation of attention."""
+
+    placement: Contiguous | Paged
+    storage: str = "float32"
+    implementation: str | None = None
+
+    def __str__(self):
+        return f"{self.placement}-{self.storage}-{self.implementation or 'default'}"
+
+    def table(self):
+        if isinstance(self.placement, Contiguous):
+            return RowTable.init(B, MAX_LENGTH)
+        page_size = self.placement.page_size
+        per_sequence = -(-MAX_LENGTH // page_size)
+        table = PageTable.init(B, B * per_sequence + 3, page_size, per_sequence)
+        # Pages of a sequence do not lie side by side, nor in order.
+        mixed = np.random.default_rng(37).permutation(table.num_pages).astype(np.int32)
+        return dataclasses.replace(table, free_pages=jnp.asarray(mixed))
+
+    def cache(self, fill=np.nan):
+        dtype = jnp.dtype(self.storage)
+        if isinstance(self.placement, Contiguous):
+            cache = ContiguousCache.init(B, MAX_LENGTH, K, H, dtype)
+        else:
+            num_pages = self.table().num_pages
+            cache = PagedCache.init(num_pages, self.placement.page_size, K, H, dtype)
+        return jax.tree.map(lambda array: jnp.full_like(array, fill), cache)
+
+    def flat_slots(self, table, cache, sequence, indices):
+        """Slots, as `copy` numbers them, of some tokens of a sequence."""
+        if isinstance(table, PageTable):
+            everywhere = jnp.broadcast_to(jnp.asarray(indices, jnp.int32), (B, len(indices)))
+            return np.asarray(table.flat_slots(everywhere))[sequence]
+        return sequence * cache.key.shape[3] + np.asarray(indices, np.int32)
+
+
+VARIANTS = [
+    Variant(Contiguous()),
+    Variant(Contiguous(), "bfloat16"),
+    Variant(Contiguous(), implementation="reference"),
+    Variant(Paged(1)),
+    Variant(Paged(7)),
+    Variant(Paged(16)),
+    Variant(Paged(16), "bfloat16"),
+    Variant(Paged(64)),
+    Variant(Paged(128)),
+    Variant(Paged(7), implementation="reference"),
+]
+
+MASKS = {"causal": {}, "windowed": {"window": 37, "soft_cap": 3.0}}  # fields of AttentionOptions
+
+
+# Compiles twice as fast, and the interpreter of single operations would take longer still.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.partial(jit, static_argnames=("options", "max_tokens"))
+def reserve_and_attend(query, key, value, step, cache, table, options, max_tokens):
+    """One step of a layer, as inference makes it."""
+    rows = table if step.slots is None else table.rows(step.slots)
+    rows, ok = rows.reserve(jnp.sum(step.write, axis=1, dtype=jnp.int32), max_tokens)
+    output, cache = cache.attend(query, key, value, step, rows, options)
+    return output, cache, rows if step.slots is None else table.with_rows(step.slots, rows), ok
+
+
+@jit
+def fork(table, cache, source, target):
+    """Copies sequences, a shared partial page included."""
+    table, ok = table.fork(source, target), jnp.ones(B, bool)
+    if isinstance(table, PageTable):
+        table, plan, ok = table.make_writable(ok)
+        cache = cache.copy(plan.source_slots, plan.target_slots)
+    return table, cache.fork(source, target), ok
+
+
+@jit
+def reorder(table, cache, parents):
+    return table.reorder(parents), cache.reorder(parents)
+
+
+@jit
+def copy(cache, source, target):
+    return cache.copy(source, target)
+
+
+@jit
+def gather(table, cache):
+    return cache.gather(table)
+
+
+class Layer:
+    """A cache in use, and beside it in NumPy all that was written."""
+
+    def __init__(self, variant, mask="causal", fill=np.nan):
+        self.variant, self.mask = variant, MASKS[mask]
+        self.options = AttentionOptions(
+            scale=H**-0.5, implementation=variant.implementation, **self.mask
+        )
+        self.table, self.cache = variant.table(), variant.cache(fill)
+        self.keys = [np.zeros((0, K, H), np.float32) for _ in range(B)]
+        self.values = [np.zeros((0, K, H), np.float32) for _ in range(B)]
+        self.random = np.random.default_rng(29)
+
+    def normal(self, *shape):
+        return self.random.standard_normal(shape).astype(np.float32)
+
+    def stored(self, array):
+        """What the storage keeps of an array."""
+        return np.asarray(array.astype(jnp.dtype(self.variant.storage)), np.float32)
+
+    def step(self, counts, slots=None, write=True, chunk=CHUNK):
+        """Feeds `counts[r]` tokens to each row; returns all that a test may want to see."""
+        counts = np.asarray(counts, np.int32)
+        rows = len(counts)
+        sequences = np.arange(B, dtype=np.int32) if slots is None else np.asarray(slots, np.int32)
+        lengths = np.array([0 if b == B else len(self.keys[b]) for b in sequences], np.int32)
+        valid = np.arange(chunk)[None] < counts[:, None]
+        # A token that is not written is the last one of the text, asked once more.
+        positions = (lengths - (not write))[:, None] + np.arange(chunk, dtype=np.int32)[None]
+        positions = np.where(valid, positions, 0).astype(np.int32)
+        query, key, value = (3 * self.normal(rows, chunk, n, H) for n in (N, K, K))
+        step = Step(positions, valid, valid & write, None if slots is None else sequences)
+        output, self.cache, self.table, ok = reserve_and_attend(
+            query, key, value, step, self.cache, self.table, self.options, chunk
+        )
+        assert np.all(ok)
+        if write:
+            for b, n, k, v in zip(sequences, counts, key, value, strict=True):
+                if n:
+                    self.keys[b] = np.concatenate([self.keys[b], self.stored(k[:n])])
+                    self.values[b] = np.concatenate([self.values[b], self.stored(v[:n])])
+        return np.asarray(output), query, positions, valid, sequences
+
+    def prefill(self, counts, slots, write=True):
+        return self.step(counts, slots, write)
+
+    def decode(self, rows, write=True):
+        """One token for each of `rows`."""
+        return self.step([int(b in rows) for b in range(B)], None, write, chunk=1)
+
+    def expected(self, numpy_attention, query, positions, valid, sequences):
+        """Attention over everything written so far."""
+        outputs = []
+        for r, b in enumerate(sequences):
+            if b == B or not valid[r].any():
+                outputs.append(np.zeros_like(query[r], np.float64))
+                continue
+            places = np.arange(len(self.keys[b]))[None]
+            rows = (query[r], self.keys[b], self.values[b], positions[r])
+            outputs.append(
+                numpy_attention(
+                    *(array[None] for array in rows),
+                    places,
+                    valid[r][None],
+                    np.ones_like(places, bool),
+                    scale=H**-0.5,
+                    **self.mask,
+                )[0]
+            )
+        return np.stack(outputs)
+
+    def check(self, numpy_attention, step):
+        output, query, positions, valid, sequences = step
+        assert output.shape == query.shape
+        assert output.dtype == query.dtype
+        assert not output[~valid].any()
+        expected = self.expected(numpy_attention, query, positions, valid, sequences)
+        tolerance = FLOAT32 * np.abs(expected).max()
+        np.testing.assert_allclose(output, expected, rtol=0, atol=tolerance)
+
+    def check_stored(self):
+        """`gather` gives every token that was written, in order."""
+        keys, values = map(np.asarray, gather(self.table, self.cache))
+        for b in range(B):
+            n = len(self.keys[b])
+            assert int(self.table.lengths[b]) == n
+            np.testing.assert_array_equal(keys[b, :n].astype(np.float32), self.keys[b])
+            np.testing.assert_array_equal(values[b, :n].astype(np.float32), self.values[b])
+
+    def leaves(self):
+        return [np.asarray(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(self.cache)]
+
+
+def filled(variant, **options):
+    """Sequences of 40, 1, 17, 64 and 0 tokens, written in pieces, rows and slots mixed."""
+    layer = Layer(variant, **options)
+    layer.prefill([29, 1], [3, 1])
+    layer.prefill([11, 17], [0, 2])
+    layer.prefill([29, 29], [0, 3])
+    layer.prefill([6, 0], [3, B])
+    return layer
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+def variant(request):
+    return request.param
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_step_attends_to_all_that_was_written(variant, mask, numpy_attention):
+    layer = Layer(variant, mask)
+
+    def prefill(counts, slots):
+        layer.check(numpy_attention, layer.prefill(counts, slots))
+
+    def decode(*rows):
+        layer.check(numpy_attention, layer.decode(rows))
+
+    prefill([29, 1], [3, 1])  # a whole piece, and the shortest
+    prefill([0, 7], [B, 0])  # a padding row
+    prefill([29, 29], [0, 3])
+    prefill([0, 0], [B, B])  # nothing at all
+    decode(0, 1, 3)
+    prefill([5, 29], [3, 0])  # a text goes on after decode
+    prefill([29, 2], [3, 1])
+    prefill([29, 0], [3, 2])  # slot 2 stays empty
+    prefill([27, 1], [3, 1])
+    decode(1)
+    decode(0, 1, 3)
+    decode(3)
+    assert [len(keys) for keys in layer.keys] == [67, 7, 0, MAX_LENGTH, 0]
+    layer.check_stored()
+
+
+def test_what_lay_in_the_slots_before_changes_no_bit(variant):
+    outputs = []
+    for fill in (np.nan, 0.0):
+        layer = filled(variant, fill=fill)
+        outputs.append([layer.prefill([29, 5], [4, 1])[0], layer.decode([0, 1, 3, 4])[0]])
+    for poisoned, clean in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(poisoned.view(np.uint32), clean.view(np.uint32))
+
+
+def test_gather_gives_what_was_written_in_order(variant):
+    layer = filled(variant)
+    layer.check_stored()
+    assert [len(keys) for keys in layer.keys] == [40, 1, 17, 64, 0]
+
+
+def test_a_step_changes_the_slots_of_its_own_tokens_alone(variant):
+    layer = filled(variant)
+    for step, written in [
+        (lambda: layer.prefill([3, 29], [2, 4]), 32),
+        (lambda: layer.decode([1, 3]), 2),
+        (lambda: layer.prefill([0, 0], [B, 1]), 0),
+        (lambda: layer.decode([]), 0),
+    ]:
+        before = layer.leaves()
+        step()
+        keys, values = (
+            ~((old == new) | (np.isnan(old) & np.isnan(new)))
+            for old, new in zip(before, layer.leaves(), strict=True)
+        )
+        # Keys are [.., K, H, slots], values [.., K, slots, H].
+        assert keys.any((1, 2)).sum() == values.any((1, 3)).sum() == written
+    layer.check_stored()
+
+
+def test_a_token_can_be_asked_without_being_stored(variant, numpy_attention):
+    layer = filled(variant)
+    before = layer.leaves()
+    layer.check(numpy_attention, layer.decode([0, 3], write=False))
+    layer.check(numpy_attention, layer.prefill([1, 1], [2, 1], write=False))
+    for old, new in zip(before, layer.leaves(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    layer.check_stored()
+
+
+def test_a_fork_holds_the_same_and_goes_its_own_way(variant, numpy_attention):
+    layer = filled(variant)
+    source, target = jnp.array([0, B], jnp.int32), jnp.array([4, B], jnp.int32)
+    layer.table, layer.cache, ok = fork(layer.table, layer.cache, source, target)
+    assert np.all(ok)
+    layer.keys[4], layer.values[4] = layer.keys[0], layer.values[0]
+    layer.check_stored()
+    layer.check(numpy_attention, layer.decode([0, 3, 4]))
+    layer.check(numpy_attention, layer.prefill([29, 11], [4, 0]))
+    assert not np.array_equal(layer.keys[0][40:], layer.keys[4][40:51])
+    layer.check_stored()
+
+
+def test_sequences_can_be_reordered(variant):
+    layer = filled(variant)
+    parents = [3, 0, 0, 1, 3]
+    layer.table, layer.cache = reorder(layer.table, layer.cache, jnp.asarray(parents, jnp.int32))
+    layer.keys = [layer.keys[parent] for parent in parents]
+    layer.values = [layer.values[parent] for parent in parents]
+    layer.check_stored()
+
+
+def test_token_slots_can_be_copied_and_none_is_where_there_is_none(variant):
+    layer = filled(variant)
+    table, cache = layer.table, layer.cache
+    source = layer.variant.flat_slots(table, cache, 0, [3, 39, 17])
+    target = layer.variant.flat_slots(table, cache, 3, [0, 63, 30])
+    nowhere = np.iinfo(np.int32).max
+    layer.cache = copy(
+        cache,
+        jnp.asarray([*source, source[0], nowhere], jnp.int32),
+        jnp.asarray([*target, nowhere, nowhere], jnp.int32),
+    )
+    for array in (layer.keys, layer.values):
+        array[3] = array[3].copy()
+        array[3][[0, 63, 30]] = array[0][[3, 39, 17]]
+    layer.check_stored()
+
+
+def test_nbytes_is_the_bytes_of_its_arrays(variant):
+    cache = variant.cache()
+    size = {"float32": 4, "bfloat16": 2}[variant.storage]
+    contiguous = isinstance(variant.placement, Contiguous)
+    slots = B * 192 if contiguous else variant.table().num_slots  # 192: whole read blocks of 64
+    assert cache.nbytes() == 2 * slots * K * H * size
+    assert cache.nbytes() == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert array_bytes({"cache": cache, "more": jnp.zeros(3, jnp.int32)}) == cache.nbytes() + 12
+
+
+def test_a_paged_cache_refuses_a_table_without_pages():
+    cache = PagedCache.init(3, 7, K, H, jnp.dtype("float32"))
+    with pytest.raises(TypeError, match="a paged cache needs a PageTable, got RowTable"):
+        cache.gather(RowTable.init(B, MAX_LENGTH))
+
+
+class TestRowTable:
+    """The contiguous table: counts, and nothing else."""
+
+    def test_a_row_that_would_overflow_is_refused_and_unchanged(self):
+        table = dataclasses.replace(RowTable.init(3, 11), lengths=jnp.array([10, 5, 11], jnp.int32))
+        table, ok = table.reserve(jnp.array([2, 6, 0], jnp.int32))
+        assert ok.tolist() == [False, True, True]
+        assert table.lengths.tolist() == [10, 11, 11]
+
+    def test_trim_and_release(self):
+        table = dataclasses.replace(RowTable.init(3, 11), lengths=jnp.array([10, 5, 11], jnp.int32))
+        assert table.trim(jnp.array([3, 9, 0], jnp.int32)).lengths.tolist() == [3, 5, 0]
+        assert table.release(jnp.array([False, True, True])).lengths.tolist() == [10, 0, 0]
+
+
+class TestRecompute:
+    """No cache, behind the protocol of one."""
+
+    cache = RecomputeCache()
+    table = RowTable.init(B, CHUNK)
+
+    def test_it_attends_to_the_step_itself(self, numpy_attention):
+        random = np.random.default_rng(31)
+        query, key, value = (
+            jnp.asarray(random.standard_normal((B, CHUNK, n, H), np.float32)) for n in (N, K, K)
+        )
+        positions = np.broadcast_to(np.arange(CHUNK, dtype=np.int32), (B, CHUNK))
+        valid = positions < np.array([[29], [1], [0], [13], [28]])
+        options = AttentionOptions(scale=0.3, window=11)
+        positions, valid = jnp.asarray(positions), jnp.asarray(valid)
+        step = Step(positions, valid, valid)
+        output, cache = self.cache.attend(query, key, value, step, self.table, options)
+        arguments = (query, key, value, positions, positions, valid, valid)
+        np.testing.assert_array_equal(output, attention(*arguments, options))
+        expected = numpy_attention(*map(np.asarray, arguments), scale=0.3, window=11)
+        np.testing.assert_allclose(output, expected, rtol=0, atol=5e-6)
+        assert cache is self.cache
+
+    def test_it_keeps_nothing(self):
+        numbers = jnp.zeros(3, jnp.int32)
+        key = jnp.zeros((1, 1, K, H), jnp.float32)
+        step = Step(*(jnp.zeros((1, 1), bool) for _ in range(3)))
+        assert self.cache.nbytes() == 0
+        assert self.cache.write(key, key, step, self.table) is self.cache
+        assert self.cache.fork(numbers, numbers) is self.cache
+        assert self.cache.reorder(numbers) is self.cache
+        assert self.cache.copy(numbers, numbers) is self.cache
+
+    def test_it_has_no_keys_to_show(self):
+        with pytest.raises(ValueError, match=r"placement=recompute .* use contiguous or paged"):
+            self.cache.gather(self.table)
