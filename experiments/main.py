@@ -27,6 +27,7 @@ _COMMAND_ERROR = 1
 _USAGE_ERROR = 2
 _HELP = ("--help", "-help", "-h")
 _HELP_COLUMN = 26
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +116,7 @@ def _guarded(program: str, action: Callable[[], int | None], *, debug: bool = Fa
         return _complain(program, _message(error), _COMMAND_ERROR)
     except RuntimeError as error:
         # JAX's own class, which is not imported for this. Anything else is a fault of the program.
-        if "RESOURCE_EXHAUSTED" not in str(error) or debug:
+        if debug or not any(mark in str(error) for mark in _OUT_OF_MEMORY):
             raise
         advice = "use fewer --slots, a smaller --max_length or a smaller --chunk"
         return _complain(program, f"out of memory ({_message(error)}); {advice}", _COMMAND_ERROR)
