@@ -71,9 +71,10 @@ MODELS = {
     "dynamic": dataclasses.replace(_GQA, rope=Rope(100.0, DynamicNTK(3.0, 16))),
 }
 
-# Pools of 8-token pages that a test can exhaust; the others hold every slot at MAX_LENGTH.
-FEW_PAGES = 24
-PER_LAYER = (CacheSpec(Paged(8)), CacheSpec(Paged(16)), CacheSpec(Contiguous()))
+# A placement by this name gives each of three layers its own.
+PER_LAYER = "per layer"
+PER_LAYER_SPECS = (CacheSpec(Paged(8)), CacheSpec(Paged(16)), CacheSpec(Contiguous()))
+FEW_PAGES = 24  # of 8 tokens, which a test can exhaust; other pools hold every slot at MAX_LENGTH
 
 
 def _draw_params(config, seed):
@@ -132,7 +133,7 @@ class Tiny:
     """Sessions and oracles of the tiny models, by name."""
 
     slots, max_length, chunk, decode_steps = SLOTS, MAX_LENGTH, CHUNK, DECODE_STEPS
-    vocab_size, few_pages, per_layer = VOCAB_SIZE, FEW_PAGES, PER_LAYER
+    vocab_size, few_pages = VOCAB_SIZE, FEW_PAGES
 
     def model(self, name) -> DecoderConfig:
         return MODELS[name]
@@ -142,7 +143,7 @@ class Tiny:
         return _draw_params(MODELS[name], seed=sorted(MODELS).index(name))
 
     def config(self, name="gqa", placement: object = Paged(16), **fields) -> InferenceConfig:
-        """`placement` is one, or a tuple of specs."""
+        """`placement` is one, "per layer", or a tuple of specs."""
         fields = {
             "slots": SLOTS,
             "max_length": MAX_LENGTH,
@@ -152,7 +153,8 @@ class Tiny:
             "decode_steps": DECODE_STEPS,
             **fields,
         }
-        specs = placement if isinstance(placement, tuple) else CacheSpec(placement)
+        specs = PER_LAYER_SPECS if placement == PER_LAYER else placement
+        specs = specs if isinstance(specs, tuple) else CacheSpec(specs)
         return InferenceConfig(MODELS[name], specs, **fields)
 
     def session(self, name="gqa", placement: object = Paged(16), **fields) -> Session:

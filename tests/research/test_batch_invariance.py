@@ -13,13 +13,12 @@ import pytest
 
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import Sampling
-from kvlab.ops.specs import CacheSpec, Contiguous, Paged
+from kvlab.ops.specs import Contiguous, Paged
 
-PER_LAYER = (CacheSpec(Paged(8)), CacheSpec(Paged(16)), CacheSpec(Contiguous()))
 CASES = {
     "paged": ("gqa", Paged(8)),
     "contiguous": ("gqa", Contiguous()),
-    "per layer": ("mixed", PER_LAYER),
+    "per layer": ("mixed", "per layer"),
     "dynamic NTK": ("dynamic", Paged(8)),
 }
 STEPS = 9

@@ -1,36 +1,25 @@
-"""Prefill and decode against the oracle, and what a session promises about its programs."""
+"""Prefill and decode against the oracle; configs that cannot be."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
 from kvlab.research import inference
-from kvlab.research.compilation import count_compilations
 from kvlab.research.inference import MAX_STOP_IDS, InferenceConfig, head
-from kvlab.research.session import Session
 
 BOUND = 1e-4  # of the largest logit: DESIGN section 5, lossless variants
 
 PLACEMENTS = [Paged(1), Paged(8), Paged(16), Paged(64), Contiguous(), Recompute()]
-PER_LAYER = (CacheSpec(Paged(8)), CacheSpec(Paged(16)), CacheSpec(Contiguous()))
-
-
-def case_id(value):
-    return (
-        "+".join(str(spec.placement) for spec in value) if isinstance(value, tuple) else str(value)
-    )
 
 
 CASES = [
     *(("gqa", placement) for placement in PLACEMENTS),
-    ("mixed", PER_LAYER),
+    ("mixed", "per layer"),
     ("learned", Contiguous()),
     ("dynamic", Paged(8)),
 ]
@@ -59,7 +48,7 @@ def oracle_of(tiny, name, prompts, tokens):
     return dict(zip(prompts, tiny.oracle(name, texts, lengths), strict=True))
 
 
-@pytest.mark.parametrize(("name", "placement"), CASES, ids=case_id)
+@pytest.mark.parametrize(("name", "placement"), CASES, ids=str)
 def test_logits_and_tokens_are_those_of_the_whole_text(name, placement, tiny):
     session = tiny.session(name, placement)
     hidden = session.prefill(tiny.prompts)
@@ -211,178 +200,9 @@ class TestStopTokens:
         assert session.decode(5, stop_ids=stops)[1].tokens == (first,)
 
 
-def held_by(session, slot):
-    """All that a session holds of one sequence: stored keys and values, place, logits."""
-    cache, length = session.cache, int(session.lengths[slot])
-    held = [np.array(cache.prompt_lengths[slot]), np.array(session.logits[slot])]
-    for layer, spec in zip(cache.layers, session.config.layer_specs, strict=True):
-        table = cache.tables[spec.table]
-        assert int(table.lengths[slot]) == length
-        held += [np.array(array[slot, :length]) for array in layer.gather(table)]
-    return held
-
-
-def assert_same(left, right):
-    for one, other in zip(left, right, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-class TestOutOfPages:
-    """24 pages of 8 tokens for 5 slots: a sequence pauses as it was, and goes on when it can."""
-
-    CASES = (("gqa", Paged(8)), ("mixed", PER_LAYER))  # the second has tables that do not refuse
-    # 6 + 8 + 8 pages, with room for 3, 2 and 1 tokens in the last.
-    LENGTHS = types.MappingProxyType({0: 45, 1: 62, 3: 63})
-
-    def fill(self, tiny, case):
-        session = tiny.session(*case)
-        session.prefill({slot: tiny.prompt(length) for slot, length in self.LENGTHS.items()})
-        assert int(session.cache.tables[0].num_free) == 2
-        return session
-
-    def alone(self, tiny, case, slot, steps):
-        session = tiny.session(*case)
-        session.prefill({slot: tiny.prompt(self.LENGTHS[slot])})
-        return session, session.decode(steps)[slot]
-
-    @pytest.mark.parametrize("steps_per_call", [None, 1])
-    @pytest.mark.parametrize("case", CASES, ids=["one table", "three tables"])
-    def test_a_stalled_sequence_is_as_before_its_step(self, case, steps_per_call, tiny):
-        session = self.fill(tiny, case)
-        results = session.decode(12, steps_per_call=steps_per_call)
-        # Slot 3 takes a page for its second token, slot 1 the last one for its third.
-        for slot, done in {0: 3, 1: 10, 3: 9}.items():
-            assert results[slot].stalled
-            assert len(results[slot].tokens) == done
-            other, expected = self.alone(tiny, case, slot, done)
-            assert results[slot].tokens == expected.tokens
-            assert results[slot].log_probs == expected.log_probs
-            assert_same(held_by(session, slot), held_by(other, slot))
-
-    @pytest.mark.parametrize("case", CASES, ids=["one table", "three tables"])
-    def test_the_others_do_not_notice_and_it_goes_on_when_there_is_room(self, case, tiny):
-        session = self.fill(tiny, case)
-        session.decode(12)
-        stalled = {slot: held_by(session, slot) for slot in (0, 1)}
-        results = session.decode({0: 3, 1: 3})
-        assert all(result.stalled and not result.tokens for result in results.values())
-        for slot, before in stalled.items():
-            assert_same(held_by(session, slot), before)
-        session.release([3])
-        rest = session.decode(6)
-        for slot, done in [(0, 3), (1, 10)]:
-            other, expected = self.alone(tiny, case, slot, done + 6)
-            assert rest[slot].tokens == expected.tokens[done:]
-            assert rest[slot].log_probs == expected.log_probs[done:]
-            assert not rest[slot].stalled
-            assert_same(held_by(session, slot), held_by(other, slot))
-
-    @pytest.mark.parametrize("case", CASES, ids=["one table", "three tables"])
-    def test_a_prompt_that_does_not_fit_takes_nothing_from_any_table(self, case, tiny):
-        session = self.fill(tiny, case)
-        before = {slot: held_by(session, slot) for slot in self.LENGTHS}
-        in_use = [int(t.pages_in_use) for t in session.cache.tables if isinstance(t, PageTable)]
-        with pytest.raises(ValueError, match="no room for the prompt of 17 tokens in slot 2"):
-            session.prefill({2: tiny.prompt(17)})
-        for slot, held in before.items():
-            assert_same(held_by(session, slot), held)
-        for table in session.cache.tables:
-            assert table.lengths.tolist() == session.lengths.tolist() == [45, 62, 0, 63, 0]
-        after = [int(t.pages_in_use) for t in session.cache.tables if isinstance(t, PageTable)]
-        assert after == in_use
-        session.prefill({2: tiny.prompt(16)})
-        assert int(session.cache.tables[0].num_free) == 0
-
-    @pytest.mark.parametrize("case", CASES, ids=["one table", "three tables"])
-    def test_a_fork_that_finds_no_page_changes_nothing(self, case, tiny):
-        session = self.fill(tiny, case)
-        session.prefill({4: tiny.prompt(15)})
-        before = {slot: held_by(session, slot) for slot in (0, 1, 3, 4)}
-        tables = jax.tree.map(np.array, session.cache.tables)
-        with pytest.raises(ValueError, match="no free page to copy the partial page of slot 3"):
-            session.fork(3, [2])
-        assert_same(jax.tree.leaves(tables), jax.tree.leaves(session.cache.tables))
-        for slot, held in before.items():
-            assert_same(held_by(session, slot), held)
-
-
-@pytest.fixture(scope="module")
-def one_layer_session(tiny):
-    """Of a config that no other test compiles."""
-    one_layer = {"num_layers": 1, "num_kv_heads": 2, "windows": None}
-    model = dataclasses.replace(tiny.model("gqa"), **one_layer)
-    config = InferenceConfig(
-        model, CacheSpec(Paged(8)), slots=5, max_length=139, rows=2, chunk=17, decode_steps=7
-    )
-    params = {name: tiny.params("gqa")[name] for name in tiny.params("gqa") if name[-1] != "1"}
-    return Session(params, config)
-
-
-class TestPrograms:
-    """Two programs a session, whatever it is asked; buffers are given away and used again."""
-
-    def test_prefill_and_decode_are_one_program_each_and_then_nothing_compiles(
-        self, one_layer_session, tiny
-    ):
-        session = one_layer_session
-        session.prefill({0: tiny.prompt(40)})
-        assert session.compile_count == 1
-        session.decode(5)
-        assert session.compile_count == 2
-        assert session.compile_s > 0
-        session.fork(0, [3])
-        assert session.compile_count == 3
-        session.use(), session.release()  # host-side calls compile small programs of their own
-        sampled = Sampling(temperature=0.9, top_k=7, top_p=0.8, min_p=0.01, seed=3)
-        with count_compilations() as compilations:
-            session.prefill([tiny.prompt(length) for length in (1, 17, 18, 35, 2)])
-            session.decode(1)
-            session.decode({1: 13, 3: 2}, sampling={1: sampled}, stop_ids=[3, 5])
-            session.decode(9, sampling=sampled, forced={0: tiny.prompt(9)}, steps_per_call=2)
-            session.release([1, 4])
-            session.fork(0, [4, 1])
-            session.prefill({4: tiny.prompt(3), 2: tiny.prompt(21)})
-            session.decode(7, sampling=Sampling(sample_index=4))
-            session.use()
-        assert compilations.count == 0
-        assert session.compile_count == 3
-
-    def test_an_equal_session_compiles_nothing(self, one_layer_session, tiny):
-        session = one_layer_session
-        session.release()
-        session.prefill([tiny.prompt(3)])
-        session.decode(2)
-        other = Session(session.params, dataclasses.replace(session.config))
-        other.prefill([tiny.prompt(5)])
-        other.decode(4)
-        assert other.compile_count == 0
-
-    def test_buffers_are_donated(self, one_layer_session, tiny):
-        session = one_layer_session
-        session.release()
-        for call in [
-            lambda: session.prefill([tiny.prompt(40)]),
-            lambda: session.decode(2),
-            lambda: session.fork(0, [1]),
-            session.release,
-        ]:
-            before = session.cache.layers
-            call()
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
-            assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(session.cache))
-
-    def test_what_was_read_before_a_step_stays_as_it_was(self, one_layer_session, tiny):
-        session = one_layer_session
-        session.release()
-        session.prefill([tiny.prompt(40)])
-        lengths, logits = session.lengths, np.asarray(session.logits)
-        kept = lengths.copy(), logits.copy()
-        session.decode(5)
-        assert session.lengths[0] == 45
-        assert_same((lengths, logits), kept)
-
-
 class TestConfig:
+    PER_LAYER = (CacheSpec(Paged(8)), CacheSpec(Paged(16)), CacheSpec(Contiguous()))
+
     def config(self, tiny, specs=CacheSpec(Paged(8)), **fields):  # noqa: B008 (frozen)
         sizes = {"slots": 5, "max_length": 139, "rows": 2, "chunk": 17}
         return InferenceConfig(tiny.model("mixed"), specs, **{**sizes, **fields})
@@ -416,7 +236,7 @@ class TestConfig:
     def test_one_spec_stands_for_all_layers(self, tiny):
         assert self.config(tiny) == self.config(tiny, (CacheSpec(Paged(8)),) * 3)
         assert hash(self.config(tiny)) == hash(self.config(tiny, (CacheSpec(Paged(8)),) * 3))
-        assert [spec.table for spec in self.config(tiny, PER_LAYER).layer_specs] == [0, 1, 2]
+        assert [spec.table for spec in self.config(tiny, self.PER_LAYER).layer_specs] == [0, 1, 2]
 
     @pytest.mark.parametrize(
         ("fields", "message"),

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvlab.ops.attention import AttentionOptions, attention
+from kvlab.ops.attention import AttentionOptions
 from kvlab.ops.caches.contiguous import ContiguousCache
 from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import Step, array_bytes
-from kvlab.ops.caches.recompute import RecomputeCache
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.row_table import RowTable
 from kvlab.ops.specs import Contiguous, Paged
@@ -348,56 +347,3 @@ def test_a_paged_cache_refuses_a_table_without_pages():
     cache = PagedCache.init(3, 7, K, H, jnp.dtype("float32"))
     with pytest.raises(TypeError, match="a paged cache needs a PageTable, got RowTable"):
         cache.gather(RowTable.init(B, MAX_LENGTH))
-
-
-class TestRowTable:
-    """The contiguous table: counts, and nothing else."""
-
-    def test_a_row_that_would_overflow_is_refused_and_unchanged(self):
-        table = dataclasses.replace(RowTable.init(3, 11), lengths=jnp.array([10, 5, 11], jnp.int32))
-        table, ok = table.reserve(jnp.array([2, 6, 0], jnp.int32))
-        assert ok.tolist() == [False, True, True]
-        assert table.lengths.tolist() == [10, 11, 11]
-
-    def test_trim_and_release(self):
-        table = dataclasses.replace(RowTable.init(3, 11), lengths=jnp.array([10, 5, 11], jnp.int32))
-        assert table.trim(jnp.array([3, 9, 0], jnp.int32)).lengths.tolist() == [3, 5, 0]
-        assert table.release(jnp.array([False, True, True])).lengths.tolist() == [10, 0, 0]
-
-
-class TestRecompute:
-    """No cache, behind the protocol of one."""
-
-    cache = RecomputeCache()
-    table = RowTable.init(B, CHUNK)
-
-    def test_it_attends_to_the_step_itself(self, numpy_attention):
-        random = np.random.default_rng(31)
-        query, key, value = (
-            jnp.asarray(random.standard_normal((B, CHUNK, n, H), np.float32)) for n in (N, K, K)
-        )
-        positions = np.broadcast_to(np.arange(CHUNK, dtype=np.int32), (B, CHUNK))
-        valid = positions < np.array([[29], [1], [0], [13], [28]])
-        options = AttentionOptions(scale=0.3, window=11)
-        positions, valid = jnp.asarray(positions), jnp.asarray(valid)
-        step = Step(positions, valid, valid)
-        output, cache = self.cache.attend(query, key, value, step, self.table, options)
-        arguments = (query, key, value, positions, positions, valid, valid)
-        np.testing.assert_array_equal(output, attention(*arguments, options))
-        expected = numpy_attention(*map(np.asarray, arguments), scale=0.3, window=11)
-        np.testing.assert_allclose(output, expected, rtol=0, atol=5e-6)
-        assert cache is self.cache
-
-    def test_it_keeps_nothing(self):
-        numbers = jnp.zeros(3, jnp.int32)
-        key = jnp.zeros((1, 1, K, H), jnp.float32)
-        step = Step(*(jnp.zeros((1, 1), bool) for _ in range(3)))
-        assert self.cache.nbytes() == 0
-        assert self.cache.write(key, key, step, self.table) is self.cache
-        assert self.cache.fork(numbers, numbers) is self.cache
-        assert self.cache.reorder(numbers) is self.cache
-        assert self.cache.copy(numbers, numbers) is self.cache
-
-    def test_it_has_no_keys_to_show(self):
-        with pytest.raises(ValueError, match=r"placement=recompute .* use contiguous or paged"):
-            self.cache.gather(self.table)
