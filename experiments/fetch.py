@@ -22,7 +22,7 @@ FLAGS = command_flags(
 
 def main(argv: list[str]) -> None:
     """Fetches the model that is named and prints where it lies."""
-    from kvlab.models.fetch import fetch  # noqa: PLC0415 (--help stays quick)
+    from kvlab.models.fetch import fetch
 
     names = argv[1:] or [DEFAULT_MODEL]
     if len(names) > 1:
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
 
 def _bar(name: str, stack: contextlib.ExitStack) -> Callable[[int, int], None]:
     """A progress bar that appears with the first bytes; a model that is there needs none."""
-    from kvlab.research.progress import Progress, progress  # noqa: PLC0415
+    from kvlab.research.progress import Progress, progress
 
     bars: list[Progress] = []
     shown = 0

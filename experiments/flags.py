@@ -108,13 +108,13 @@ def _single(parse_item: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _attention(written: str) -> str:
-    from kvlab.research.variants import parse_attention  # noqa: PLC0415 (imports jax)
+    from kvlab.research.variants import parse_attention
 
     return parse_attention(written)
 
 
 def _implementation(written: str) -> str:
-    from kvlab.ops.attention import IMPLEMENTATIONS  # noqa: PLC0415 (imports jax)
+    from kvlab.ops.attention import IMPLEMENTATIONS
 
     return choice(*IMPLEMENTATIONS)(written)
 

@@ -50,12 +50,12 @@ FLAGS = command_flags(
 
 def main(argv: list[str]) -> None:
     """Continues the prompts of the flags and prints what comes."""
-    from kvlab.models.load import load_model  # noqa: PLC0415 (--help stays quick)
-    from kvlab.ops.sampling import Sampling  # noqa: PLC0415
-    from kvlab.research import generation  # noqa: PLC0415
-    from kvlab.research.fitting import fitting_config  # noqa: PLC0415
-    from kvlab.research.session import Session  # noqa: PLC0415
-    from kvlab.research.variants import with_attention  # noqa: PLC0415
+    from kvlab.models.load import load_model
+    from kvlab.ops.sampling import Sampling
+    from kvlab.research import generation
+    from kvlab.research.fitting import fitting_config
+    from kvlab.research.session import Session
+    from kvlab.research.variants import with_attention
 
     sampling = Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p, FLAGS.min_p, FLAGS.seed)
     spec = flags.cache_point(FLAGS)
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
 
 def _read_prompts() -> "Callable[[Tokenizer | None], list[Prompt]]":
     """Reads the prompts that the flags name; encodes them when the model's tokenizer is known."""
-    from kvlab.research import prompts  # noqa: PLC0415
+    from kvlab.research import prompts
 
     ids = [prompt for written in FLAGS.prompt_ids for prompt in prompts.parse_ids(written)]
     texts = [*FLAGS.prompt, *map(prompts.read_prompt, FLAGS.prompt_file)]

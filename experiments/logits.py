@@ -31,13 +31,13 @@ def main(argv: list[str]) -> None:
     """Computes the logits of the lists that the flags name, and writes them."""
     del argv
     flags.require(FLAGS, ("tokens", "out"))
-    from kvlab.models.load import load_model  # noqa: PLC0415 (--help stays quick)
-    from kvlab.research.fitting import fitting_config  # noqa: PLC0415
-    from kvlab.research.positions import check_lists, npz_writer, position_logits  # noqa: PLC0415
-    from kvlab.research.progress import progress  # noqa: PLC0415
-    from kvlab.research.prompts import read_token_lists  # noqa: PLC0415
-    from kvlab.research.session import Session  # noqa: PLC0415
-    from kvlab.research.variants import with_attention  # noqa: PLC0415
+    from kvlab.models.load import load_model
+    from kvlab.research.fitting import fitting_config
+    from kvlab.research.positions import check_lists, npz_writer, position_logits
+    from kvlab.research.progress import progress
+    from kvlab.research.prompts import read_token_lists
+    from kvlab.research.session import Session
+    from kvlab.research.variants import with_attention
 
     spec = flags.cache_point(FLAGS)
     lists = read_token_lists(FLAGS.tokens)

@@ -18,8 +18,8 @@ FLAGS = command_flags(out="the page, or a folder for it")
 
 def main(argv: list[str]) -> None:
     """Writes the report of the folders and prints its tables and its path."""
-    from kvlab.research.report import results_text, write_report  # noqa: PLC0415 (quick --help)
-    from kvlab.research.results import read_rows  # noqa: PLC0415
+    from kvlab.research.report import results_text, write_report
+    from kvlab.research.results import read_rows
 
     folders = argv[1:]
     if not folders:

@@ -19,11 +19,11 @@ FLAGS = command_flags(out="the new run folder; RUN_FOLDER-rerun if not given")
 
 def main(argv: list[str]) -> int:
     """Runs the experiment of a run folder again and compares the rows."""
-    from kvlab.models.load import load_model  # noqa: PLC0415 (--help stays quick)
-    from kvlab.research.comparison import compare_rows  # noqa: PLC0415
-    from kvlab.research.experiment import Sweep  # noqa: PLC0415
-    from kvlab.research.results import RunFolder, read_manifest, read_rows  # noqa: PLC0415
-    from kvlab.research.sweep import run_sweep, sweep_points  # noqa: PLC0415
+    from kvlab.models.load import load_model
+    from kvlab.research.comparison import compare_rows
+    from kvlab.research.experiment import Sweep
+    from kvlab.research.results import RunFolder, read_manifest, read_rows
+    from kvlab.research.sweep import run_sweep, sweep_points
 
     if len(argv) != 2:
         raise ValueError(f"rerun takes one run folder, {len(argv) - 1} given")

@@ -51,9 +51,9 @@ FLAGS = command_flags(
 def main(argv: list[str]) -> int:
     """Runs the sweep, prints its table and where the report is."""
     del argv
-    from kvlab.models.load import load_model  # noqa: PLC0415 (--help stays quick)
-    from kvlab.research.results import RunFolder, config_hash  # noqa: PLC0415
-    from kvlab.research.sweep import run_sweep, sweep_points  # noqa: PLC0415
+    from kvlab.models.load import load_model
+    from kvlab.research.results import RunFolder, config_hash
+    from kvlab.research.sweep import run_sweep, sweep_points
 
     sweep = _sweep()
     config = sweep.to_json()
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         command="sweep",
         config=config,
         seeds=(sweep.seed,),
-        argv=sys.argv[2:],
+        argv=[argument for argument in sys.argv[1:] if argument != "sweep"],
         points=len(list(sweep_points(sweep))),
         title=sweep.name.replace("_", " "),
         question=sweep.question,
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 def present(out: pathlib.Path, rows: list) -> int:
     """Writes the report, prints the table, and gives the exit status: 1 where a point failed."""
-    from kvlab.research.report import results_text, write_report  # noqa: PLC0415
+    from kvlab.research.report import results_text, write_report
 
     page = write_report([out])
     print(results_text(rows))
@@ -87,9 +87,9 @@ def present(out: pathlib.Path, rows: list) -> int:
 
 def _sweep() -> "Sweep":
     """The experiment that the flags describe."""
-    from kvlab.ops.specs import PLACEMENTS  # noqa: PLC0415
-    from kvlab.research.experiment import cross, load_experiment  # noqa: PLC0415
-    from kvlab.research.variants import cache_specs  # noqa: PLC0415
+    from kvlab.ops.specs import PLACEMENTS
+    from kvlab.research.experiment import cross, load_experiment
+    from kvlab.research.variants import cache_specs
 
     sweep = load_experiment(FLAGS.config)
     names = {field.name for field in dataclasses.fields(sweep)}

@@ -42,7 +42,7 @@ FLAGS = command_flags(
 def main(argv: list[str]) -> None:
     """Prints the tables that the flags ask for."""
     del argv
-    from kvlab.research.token_tables import (  # noqa: PLC0415 (--help stays quick)
+    from kvlab.research.token_tables import (
         count_table,
         piece_table,
         project_texts,
@@ -65,8 +65,8 @@ def main(argv: list[str]) -> None:
 
 def _tokenizers() -> "dict[str, Tokenizer]":
     """The tokenizers of the flags by name, or the default one."""
-    from kvlab.models.package_index import FetchError  # noqa: PLC0415
-    from kvlab.research.token_tables import BYTES, named_tokenizers  # noqa: PLC0415
+    from kvlab.models.package_index import FetchError
+    from kvlab.research.token_tables import BYTES, named_tokenizers
 
     if FLAGS.tokenizer:
         return named_tokenizers(FLAGS.tokenizer)
@@ -79,9 +79,9 @@ def _tokenizers() -> "dict[str, Tokenizer]":
 
 def _model() -> "tuple[dict[str, Tokenizer], np.ndarray]":
     """The tokenizer of --model by its name, and the model's token vectors [V, D]."""
-    import numpy as np  # noqa: PLC0415
+    import numpy as np
 
-    from kvlab.models.load import load_model  # noqa: PLC0415
+    from kvlab.models.load import load_model
 
     if FLAGS.tokenizer:
         raise ValueError("--model brings its own tokenizer; leave --tokenizer out")

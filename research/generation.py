@@ -142,10 +142,10 @@ def warm_up(session: Session, forks: bool) -> None:
       session: an empty session; it is left empty.
       forks: whether prompts will be forked.
     """
+    session.warm_up()
     session.prefill({0: [0]})
     if forks and session.config.slots > 1:
         session.fork(0, [1])
-    session.decode(1)
     session.release()
 
 

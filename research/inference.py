@@ -160,7 +160,7 @@ def prefill(
       False where there was no room and the sequence is unchanged; and the hidden states
       [R, chunk, D] after the final norm, which `head` turns into logits where all are wanted.
     """
-    ok, cache = _reserve(cache, slots, counts, config.chunk)
+    ok, cache = _reserve(config, cache, slots, counts, config.chunk)
     counts = jnp.where(ok, counts, 0)
     start = cache.positions.at[slots].get(mode="fill", fill_value=0)
     offsets = jnp.arange(config.chunk, dtype=jnp.int32)[None]
@@ -236,7 +236,7 @@ def decode(
         token = jnp.where(is_forced, forced[:, index], sample(logits, sampling, cache.positions))
         stops = active & ~is_forced & jnp.any(token[:, None] == stop_ids, axis=1)
         feed = active & ~stops
-        ok, cache = _reserve(cache, None, feed.astype(jnp.int32), 1)
+        ok, cache = _reserve(config, cache, None, feed.astype(jnp.int32), 1)
         feed &= ok
         emit = feed | stops
         decoded = Decoded(
@@ -318,9 +318,18 @@ def release(cache: Cache, mask: jax.Array) -> Cache:
 
 
 def _reserve(
-    cache: Cache, slots: jax.Array | None, wanted: jax.Array, max_tokens: int
+    config: InferenceConfig,
+    cache: Cache,
+    slots: jax.Array | None,
+    wanted: jax.Array,
+    max_tokens: int,
 ) -> tuple[jax.Array, Cache]:
     """Makes room in every table; a row that one table refuses gets nothing from any."""
+    places = cache.positions
+    if slots is not None:
+        places = places.at[slots].get(mode="fill", fill_value=0)
+    fits = places + wanted <= config.max_length  # a table's last page may reach further
+    wanted = jnp.where(fits, wanted, 0)
 
     def attempt(wanted: jax.Array) -> tuple[tuple[Table, ...], jax.Array]:
         results = [_reserve_in(table, slots, wanted, max_tokens) for table in cache.tables]
@@ -330,7 +339,7 @@ def _reserve(
     tables, granted = attempt(wanted)
     if len(cache.tables) > 1:
         tables, _ = attempt(jnp.where(granted, wanted, 0))
-    return granted, dataclasses.replace(cache, tables=tables)
+    return granted & fits, dataclasses.replace(cache, tables=tables)
 
 
 def _reserve_in(

@@ -6,11 +6,14 @@ V vocabulary.
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
+from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import Sampling, SamplingParams
 from kvlab.research import inference
 from kvlab.research.cache import Cache, CacheUse, cache_use
@@ -56,6 +59,46 @@ class Session:
         self.compile_count = 0
         self.compile_s = 0.0
 
+    def warm_up(self) -> None:
+        """Compiles prefill and decode, side by side, by calls that store and change nothing.
+
+        Most of a compilation runs on one core, so two at once take little longer than one. While
+        they run there is a second empty cache.
+        """
+        config = self.config
+        rows, slots = np.zeros(config.rows, np.int32), np.zeros(config.slots, np.int32)
+        tokens = np.zeros((config.rows, config.chunk), np.int32)
+        nothing = SamplingParams.from_requests([Sampling()] * config.slots)
+        feed = np.zeros((config.slots, config.decode_steps), np.int32)
+        spare = config.init_cache(), config.init_logits()
+        with count_compilations() as compilations, ThreadPoolExecutor(2) as threads:
+            began = time.perf_counter()
+            decoding = threads.submit(
+                inference.decode,
+                self.params,
+                config,
+                *spare,
+                nothing,
+                slots,
+                _stop_array((), config.slots),
+                feed,
+                slots,
+            )
+            self.cache, self.logits, _, _ = inference.prefill(
+                self.params,
+                config,
+                self.cache,
+                self.logits,
+                tokens,
+                rows,
+                np.full_like(rows, config.slots),
+                rows,
+            )
+            decoding.result()
+            wall = time.perf_counter() - began
+        self.compile_count += compilations.count
+        self.compile_s += min(wall, compilations.seconds)
+
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of text that each sequence holds, [B] int32."""
@@ -75,10 +118,11 @@ class Session:
 
         Raises:
           ValueError: a prompt that is empty, too long, or has ids outside the vocabulary; a slot
-            that does not exist; out of pages. Nothing has been stored of the prompt named.
+            that does not exist; too few free pages for all the prompts. Nothing is stored then.
         """
         by_slot = prompts if isinstance(prompts, Mapping) else dict(enumerate(prompts))
         arrays = {slot: self._checked(slot, ids) for slot, ids in by_slot.items()}
+        self._check_room({slot: len(ids) for slot, ids in arrays.items()})
         hidden: dict[int, list[np.ndarray]] = {slot: [] for slot in arrays}
         order = list(arrays)
         for first in range(0, len(order), self.config.rows):
@@ -101,17 +145,12 @@ class Session:
             for row, ids in enumerate(prompts.values()):
                 tokens[row, : counts[row]] = ids[start : start + counts[row]]
             with self._counted():
-                self.cache, self.logits, ok, states = inference.prefill(
+                self.cache, self.logits, _, states = inference.prefill(
                     self.params, config, self.cache, self.logits, tokens, counts, slots, total
                 )
-            for row, (slot, granted) in enumerate(zip(prompts, np.asarray(ok), strict=False)):
-                if not granted:
-                    self.release(list(prompts))
-                    raise ValueError(
-                        f"no room for the prompt of {total[row]} tokens in slot {slot}: the pool "
-                        f"of {config.num_pages} pages is full; release sequences or give num_pages"
-                    )
-                hidden[slot].append(np.asarray(states[row])[: counts[row]])
+            pieces = np.asarray(states)
+            for row, slot in enumerate(prompts):
+                hidden[slot].append(pieces[row, : counts[row]])
 
     def decode(
         self,
@@ -142,18 +181,21 @@ class Session:
         config = self.config
         if not isinstance(limits, Mapping):
             limits = {int(slot): limits for slot in np.flatnonzero(self.lengths)}
-        for slot in limits:
+        lengths = self.lengths
+        for slot, limit in limits.items():
             self._check_slot(slot)
-            if self.lengths[slot] == 0:
+            if lengths[slot] == 0:
                 raise ValueError(f"slot {slot} is empty; prefill a prompt there first")
+            if limit < 0:
+                raise ValueError(f"limit {limit} for slot {slot} is negative; use 0 or more")
+        idle = [slot for slot in forced or {} if slot not in limits]
+        if idle:
+            raise ValueError(f"forced tokens for slots {idle}, but only {list(limits)} decode")
         steps = config.decode_steps if steps_per_call is None else steps_per_call
         if not 1 <= steps <= config.decode_steps:
             raise ValueError(f"steps_per_call={steps} given; use 1 to {config.decode_steps}")
         stops = _stop_array(stop_ids, config.slots)
-        fed = {
-            slot: self._checked_ids(slot, np.asarray(ids, np.int64))
-            for slot, ids in (forced or {}).items()
-        }
+        fed = {slot: self._checked_ids(slot, ids) for slot, ids in (forced or {}).items()}
         requests = [
             sampling if isinstance(sampling, Sampling) else sampling.get(slot, Sampling())
             for slot in range(config.slots)
@@ -247,8 +289,8 @@ class Session:
     def _checked(self, slot: int, ids: TokenIds) -> np.ndarray:
         """The ids as int32, or a ValueError that says what is wrong with this prompt."""
         self._check_slot(slot)
-        array = np.asarray(ids, np.int64)
-        if array.ndim != 1 or not array.size:
+        array = self._checked_ids(slot, ids)
+        if not array.size:
             raise ValueError(f"the prompt for slot {slot} is empty; give at least one token id")
         held = int(self.lengths[slot])
         if held + array.size > self.config.max_length:
@@ -257,17 +299,41 @@ class Session:
                 f"max_length={self.config.max_length}; shorten it or raise max_length (the model "
                 f"takes {self.config.model.max_length})"
             )
-        return self._checked_ids(slot, array)
+        return array
 
-    def _checked_ids(self, slot: int, ids: np.ndarray) -> np.ndarray:
+    def _checked_ids(self, slot: int, ids: TokenIds) -> np.ndarray:
+        """A list of whole numbers inside the vocabulary, as int32."""
+        array = np.asarray(ids)
+        if array.ndim != 1 or not (array.size == 0 or array.dtype.kind in "iuO"):
+            raise ValueError(
+                f"the ids for slot {slot} must be a list of whole numbers; got shape "
+                f"{array.shape}, dtype {array.dtype}"
+            )
         vocab_size = self.config.model.vocab_size
-        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        wrong = array[(array < 0) | (array >= vocab_size)]
         if wrong.size:
             raise ValueError(
                 f"token id {wrong[0]} for slot {slot} is out of range; ids are 0 to "
                 f"{vocab_size - 1}"
             )
-        return ids.astype(np.int32)
+        return array.astype(np.int32)
+
+    def _check_room(self, added: Mapping[int, int]) -> None:
+        """Raises where the page pools have too few free pages for tokens added by slot."""
+        for table in self.cache.tables:
+            if not isinstance(table, PageTable):
+                continue
+            held, size = np.asarray(table.lengths), table.page_size
+            wanted = sum(
+                -(-(held[slot] + count) // size) - -(-held[slot] // size)
+                for slot, count in added.items()
+            )
+            if wanted > table.num_free:
+                raise ValueError(
+                    f"the prompts need {wanted} more pages of {size} tokens and "
+                    f"{table.num_free} of {table.num_pages} are free; release sequences, or give "
+                    "a larger num_pages"
+                )
 
 
 def _stop_array(stop_ids: Sequence[int], num_sequences: int) -> np.ndarray:

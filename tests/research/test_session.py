@@ -13,6 +13,7 @@ from kvlab.models.random_params import random_params
 from kvlab.ops.rope import Rope
 from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import CacheSpec, Contiguous, Paged
+from kvlab.research.compilation import count_compilations
 from kvlab.research.inference import InferenceConfig, head
 from kvlab.research.session import Session
 
@@ -158,12 +159,7 @@ def test_a_fork_continues_as_its_source_would(session):
         assert session.decode(5, sampling=sampling)[slot] == forked[slot]
 
 
-PAST_THE_END = pytest.mark.xfail(strict=True, reason="decode fills the last page to its end")
-
-
-@pytest.mark.parametrize(
-    "placement", [Contiguous(), pytest.param(Paged(5), marks=PAST_THE_END)], ids=str
-)
+@pytest.mark.parametrize("placement", [Contiguous(), Paged(5)], ids=str)
 def test_decode_ends_at_max_length(placement):
     small = dataclasses.replace(MODEL, num_layers=1, num_kv_heads=2, windows=None)
     sizes = {"slots": 1, "max_length": MAX_LENGTH, "chunk": MAX_LENGTH}
@@ -191,7 +187,7 @@ def test_a_full_pool_pauses_decode_and_room_lets_it_go_on(session, plain):
 
 def test_a_prompt_that_finds_no_page_is_refused_and_leaves_nothing(session):
     session.prefill([TEXT[:20], TEXT[:16]])
-    with pytest.raises(ValueError, match="no room for the prompt of 10 tokens in slot 2"):
+    with pytest.raises(ValueError, match="the prompts need 3 more pages of 4 tokens"):
         session.prefill({2: TEXT[:10]})
     assert list(session.lengths) == [20, 16, 0]
     session.release([0])
@@ -274,3 +270,32 @@ def test_use_is_measured_from_the_arrays(session):
     assert use.waste == pytest.approx(1 - 10 / 12)  # of 3 pages
     session.fork(0, [2])  # shares the full page, copies the partial one with its 2 tokens
     assert session.use().used_bytes == 12 * per_token
+
+
+def test_limits_and_forced_tokens_are_checked(session):
+    session.prefill([TEXT[:4]])
+    with pytest.raises(ValueError, match="limit -1 for slot 0 is negative"):
+        session.decode({0: -1})
+    with pytest.raises(ValueError, match=r"forced tokens for slots \[1\]"):
+        session.decode({0: 1}, forced={1: [3]})
+    with pytest.raises(ValueError, match="whole numbers"):
+        session.prefill({1: [0.5]})
+    with pytest.raises(ValueError, match="out of range"):
+        session.prefill({1: [2**70]})
+
+
+def test_the_warm_up_compiles_both_programs_and_changes_nothing(session):
+    session.prefill([TEXT[:7]])
+    before = np.asarray(session.logits)
+    session.decode(1)
+    with count_compilations() as compilations:
+        session.warm_up()
+        session.decode(2)
+    assert compilations.count == 0  # the session's programs were compiled before
+    session.release()
+    session.prefill([TEXT[:7]])
+    np.testing.assert_array_equal(before[0], np.asarray(session.logits)[0])
+    other = Session(session.params, dataclasses.replace(session.config, chunk=13))
+    other.warm_up()
+    assert other.compile_count == 2
+    assert list(other.lengths) == [0] * other.config.slots
