@@ -239,9 +239,35 @@ def _most_likely(
     closer, at_cut = order < cut, order == cut
     missing = target - jnp.sum(jnp.where(closer, weight, 0), axis=-1)
     weight_at_cut = jnp.max(jnp.where(at_cut, weight, 0), axis=-1)
-    wanted = jnp.ceil(missing / weight_at_cut)
-    rank = jnp.cumsum(at_cut.astype(jnp.int32), axis=-1).astype(jnp.float32)
-    return closer | (at_cut & (rank <= wanted[:, None]))
+    wanted = jnp.ceil(missing / weight_at_cut)[:, None]
+    return closer | (at_cut & _first_of(at_cut, wanted))
+
+
+def _first_of(among: Bool[Array, "B V"], wanted: Float[Array, "B one"]) -> Bool[Array, "B V"]:
+    """The ids up to the `wanted`-th of those in `among`, or all ids where it has no more.
+
+    Found by halving the range of ids, which ends at once where there are no ties to break. (A
+    running count of 49,152 ids compiles to 13 kernels on CPU.)
+    """
+    vocab_size = among.shape[-1]
+    ids = jnp.arange(vocab_size, dtype=jnp.int32)[None, :]
+
+    def count(last: Int[Array, "B one"]) -> Int[Array, "B one"]:
+        return jnp.sum((among & (ids <= last)).astype(jnp.int32), axis=-1, keepdims=True)
+
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds  # the count up to low < wanted <= the count up to high
+        middle = low + (high - low) // 2
+        enough = count(middle).astype(jnp.float32) >= wanted
+        return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+
+    high = jnp.full(wanted.shape, vocab_size - 1, jnp.int32)
+    has_more = count(high).astype(jnp.float32) > wanted
+    low = jnp.where(has_more, -1, vocab_size - 2)
+    _, last = jax.lax.while_loop(
+        lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), halve, (low, high)
+    )
+    return ids <= last
 
 
 def _gumbel(
@@ -251,8 +277,9 @@ def _gumbel(
 
     def row_bits(seed: Array, sample_index: Array, position: Array) -> Array:
         # Named, because the bits of some other generators depend on the batch.
-        key = jax.random.key(seed, impl="threefry2x32")
-        key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
+        words = jnp.stack([seed, sample_index.astype(jnp.uint32)])
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        key = jax.random.fold_in(key, position)
         return jax.random.bits(key, (vocab_size,), jnp.uint32)
 
     bits = jax.vmap(row_bits)(params.seed, params.sample_index, positions)

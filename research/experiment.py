@@ -86,8 +86,8 @@ class Sweep:
     model: str
     variants: tuple[Variant, ...]
     batch_sizes: tuple[int, ...] = (1, 8)
-    prompt_tokens: int = 60  # with 16 more, no multiple of a page: paged waste is not flattered
-    decode_tokens: int = 16
+    prompt_tokens: int = 60  # with 8 more, no multiple of a page: paged waste is not flattered
+    decode_tokens: int = 8
     recompute_decode_tokens: int = 1
     repeats: int = 3
     quality_tokens: int | None = 1024
