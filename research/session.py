@@ -60,44 +60,29 @@ class Session:
         self.compile_s = 0.0
 
     def warm_up(self) -> None:
-        """Compiles prefill and decode, side by side, by calls that store and change nothing.
+        """Compiles prefill and decode, side by side, without running them.
 
-        Most of a compilation runs on one core, so two at once take little longer than one. While
-        they run there is a second empty cache.
+        Most of a compilation runs on one core, so two at once take little longer than one.
         """
         config = self.config
         rows, slots = np.zeros(config.rows, np.int32), np.zeros(config.slots, np.int32)
         tokens = np.zeros((config.rows, config.chunk), np.int32)
-        nothing = SamplingParams.from_requests([Sampling()] * config.slots)
+        sampling = SamplingParams.from_requests([Sampling()] * config.slots)
+        stops = _stop_array((), config.slots)
         feed = np.zeros((config.slots, config.decode_steps), np.int32)
-        spare = config.init_cache(), config.init_logits()
+        state = self.params, config, self.cache, self.logits
+        # Traced one after the other: JAX names inner functions as it meets them, and the persistent
+        # compilation cache would see other names, and so another program, each time.
+        lowered = (
+            inference.prefill.lower(*state, tokens, rows, rows, rows),
+            inference.decode.lower(*state, sampling, slots, stops, feed, slots),
+        )
+        began = time.perf_counter()
         with count_compilations() as compilations, ThreadPoolExecutor(2) as threads:
-            began = time.perf_counter()
-            decoding = threads.submit(
-                inference.decode,
-                self.params,
-                config,
-                *spare,
-                nothing,
-                slots,
-                _stop_array((), config.slots),
-                feed,
-                slots,
-            )
-            self.cache, self.logits, _, _ = inference.prefill(
-                self.params,
-                config,
-                self.cache,
-                self.logits,
-                tokens,
-                rows,
-                np.full_like(rows, config.slots),
-                rows,
-            )
-            decoding.result()
-            wall = time.perf_counter() - began
+            for compiling in [threads.submit(program.compile) for program in lowered]:
+                compiling.result()
         self.compile_count += compilations.count
-        self.compile_s += min(wall, compilations.seconds)
+        self.compile_s += time.perf_counter() - began
 
     @property
     def lengths(self) -> np.ndarray:
@@ -328,10 +313,11 @@ class Session:
                 -(-(held[slot] + count) // size) - -(-held[slot] // size)
                 for slot, count in added.items()
             )
-            if wanted > table.num_free:
+            free = int(table.num_free)
+            if wanted > free:
                 raise ValueError(
                     f"the prompts need {wanted} more pages of {size} tokens and "
-                    f"{table.num_free} of {table.num_pages} are free; release sequences, or give "
+                    f"{free} of {table.num_pages} are free; release sequences, or give "
                     "a larger num_pages"
                 )
 

@@ -85,14 +85,13 @@ def test_causal_attention_is_its_formula(heads, length, implementation, numpy_at
     ("window", "soft_cap"),
     [(1, None), (5, 3.0), (READ_BLOCK, None), (1000, 3.0), (1000, None), (None, 3.0)],
 )
-def test_windows_and_soft_caps(window, soft_cap, implementation, numpy_attention):
+def test_scales_windows_and_soft_caps(window, soft_cap, implementation, numpy_attention):
     arguments = draw(2, 139, 139, *HEADS["gqa"])
-    output = unoptimised_attend(
-        *arguments, options(window=window, soft_cap=soft_cap, implementation=implementation)
-    )
-    expected = numpy_attention(*arguments, scale=H**-0.5, window=window, soft_cap=soft_cap)
+    fields = {"scale": 0.31, "window": window, "soft_cap": soft_cap}
+    output = unoptimised_attend(*arguments, options(**fields, implementation=implementation))
+    expected = numpy_attention(*arguments, **fields)
     assert_close(output, expected)
-    whole = numpy_attention(*arguments, scale=H**-0.5)
+    whole = numpy_attention(*arguments, scale=0.31)
     assert (np.abs(expected - whole).max() > 0.1) == ((window, soft_cap) != (1000, None))
 
 
@@ -136,13 +135,6 @@ def test_bfloat16_is_as_exact_as_its_inputs(implementation, numpy_attention):
     # Against the formula on the same rounded inputs. The scaled queries are rounded (2 ** -9 of
     # scores up to 20), then the weights and the output.
     assert_close(output, numpy_attention(*arguments, scale=H**-0.5), tolerance=2**-6)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_scale_is_the_one_given(implementation, numpy_attention):
-    arguments = draw(11, 19, 19, *HEADS["mha"])
-    output = unoptimised_attend(*arguments, options(scale=0.31, implementation=implementation))
-    assert_close(output, numpy_attention(*arguments, scale=0.31))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -17,9 +17,8 @@ from kvlab.ops.specs import Contiguous, Paged
 
 CASES = {
     "paged": ("gqa", Paged(8)),
-    "contiguous": ("gqa", Contiguous()),
+    "contiguous": ("learned", Contiguous()),
     "per layer": ("mixed", "per layer"),
-    "dynamic NTK": ("dynamic", Paged(8)),
 }
 STEPS = 9
 

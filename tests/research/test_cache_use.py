@@ -5,6 +5,7 @@ import pytest
 
 from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
 from kvlab.research.cache import cache_use
+from kvlab.research.session import Session
 
 TOKEN_BYTES = 2 * 2 * 2 * 10 * 4  # keys and values, 2 layers, K = 2, H = 10, float32
 
@@ -58,7 +59,7 @@ def test_pages_of_one_token_waste_nothing(tiny):
 
 
 def test_contiguous_wastes_the_rest_of_every_row_in_use(tiny):
-    session = tiny.session("gqa", Contiguous())
+    session = tiny.session("learned", Contiguous())
     row = 192  # max_length 139 in whole read blocks
     assert session.use().allocated_bytes == array_bytes(session) == 5 * row * TOKEN_BYTES
     assert session.use().waste == 0
@@ -70,7 +71,8 @@ def test_contiguous_wastes_the_rest_of_every_row_in_use(tiny):
 
 def test_layers_add_up_each_by_its_own_table_and_storage(tiny):
     specs = (CacheSpec(Paged(8)), CacheSpec(Paged(16), "bfloat16"), CacheSpec(Contiguous()))
-    session = tiny.session("mixed", specs, num_pages=tiny.few_pages)
+    config = tiny.config("mixed", specs, num_pages=tiny.few_pages)
+    session = Session(tiny.params("mixed"), config)
     bytes_per_token = [2 * 1 * 10 * 4, 2 * 6 * 10 * 2, 2 * 2 * 10 * 4]  # K = 1, 6 and 2
     slots = [tiny.few_pages * 8, tiny.few_pages * 16, 5 * 192]
     use = session.use()

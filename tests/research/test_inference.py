@@ -7,22 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvlab.models.decoder import Decoder
 from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
-from kvlab.research import inference
 from kvlab.research.inference import MAX_STOP_IDS, InferenceConfig, head
 
 BOUND = 1e-4  # of the largest logit: DESIGN section 5, lossless variants
 
-PLACEMENTS = [Paged(1), Paged(8), Paged(16), Paged(64), Contiguous(), Recompute()]
-
-
 CASES = [
-    *(("gqa", placement) for placement in PLACEMENTS),
+    *(("gqa", Paged(page_size)) for page_size in (1, 8, 16, 64)),
+    ("gqa", Recompute()),
     ("mixed", "per layer"),
     ("learned", Contiguous()),
-    ("dynamic", Paged(8)),
 ]
+THREE_PLACEMENTS = [("gqa", Paged(8)), ("learned", Contiguous()), ("gqa", Recompute())]
 
 
 def log_softmax(logits):
@@ -44,8 +42,8 @@ def assert_agrees(logits, oracle):
 def oracle_of(tiny, name, prompts, tokens):
     """Logits of every prompt followed by its tokens, in the order of `prompts`."""
     texts = [[*prompts[slot], *tokens[slot]] for slot in prompts]
-    lengths = [len(prompt) for prompt in prompts.values()] if name == "dynamic" else None
-    return dict(zip(prompts, tiny.oracle(name, texts, lengths), strict=True))
+    logits = tiny.oracle(name, texts, [len(prompt) for prompt in prompts.values()])
+    return dict(zip(prompts, logits, strict=True))
 
 
 @pytest.mark.parametrize(("name", "placement"), CASES, ids=str)
@@ -63,23 +61,23 @@ def test_logits_and_tokens_are_those_of_the_whole_text(name, placement, tiny):
     assert session.lengths.tolist() == lengths
 
 
-def test_the_models_are_not_blind_to_their_windows_and_bases(tiny):
+def test_the_mixed_model_is_not_blind_to_its_windows_and_its_base(tiny):
     """If another config gave the same logits, the cases above would not test it."""
-    text = [tiny.prompt(70)]
-    (mixed,) = tiny.oracle("mixed", text)
+    text = tiny.prompt(70)
+    (logits,) = tiny.oracle("mixed", [text])
+    (other_base,) = tiny.oracle("mixed", [text], [16])
+    assert np.abs(other_base - logits).max() > 0.1
     no_windows = dataclasses.replace(tiny.model("mixed"), windows=None)
-    apply = jax.jit(inference.Decoder(no_windows).apply, static_argnames="method")
-    other = apply({"params": tiny.params("mixed")}, jnp.asarray(text), method="forward")
-    assert np.abs(np.asarray(other[0]) - mixed)[:13].max() < 1e-5
-    assert np.abs(np.asarray(other[0]) - mixed)[20:].max() > 0.1
-    short, long = (tiny.oracle("dynamic", text, [length])[0] for length in (16, 70))
-    assert np.abs(short - long).max() > 0.1
+    apply = jax.jit(Decoder(no_windows).apply, static_argnames="method")
+    without = apply({"params": tiny.params("mixed")}, jnp.asarray([text]), method="forward")[0]
+    assert np.abs(without[:13] - logits[:13]).max() < 1e-5
+    assert np.abs(without[13:] - logits[13:]).max() > 0.1
 
 
-@pytest.mark.parametrize("placement", [Paged(8), Contiguous(), Recompute()], ids=str)
-def test_a_prompt_in_pieces_is_the_prompt_at_once(placement, tiny):
+@pytest.mark.parametrize(("name", "placement"), THREE_PLACEMENTS, ids=str)
+def test_a_prompt_in_pieces_is_the_prompt_at_once(name, placement, tiny):
     prompt = tiny.prompt(70)
-    whole, pieces = tiny.session("gqa", placement), tiny.session("gqa", placement)
+    whole, pieces = tiny.session(name, placement), tiny.session(name, placement)
     hidden = whole.prefill({2: prompt})[2]
     parts = [
         pieces.prefill({2: prompt[start:end]})[2]
@@ -90,13 +88,13 @@ def test_a_prompt_in_pieces_is_the_prompt_at_once(placement, tiny):
     np.testing.assert_allclose(pieces.logits[2], whole.logits[2], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("placement", [Paged(8), Contiguous(), Recompute()], ids=str)
-def test_a_text_goes_on_after_decode(placement, tiny):
-    session = tiny.session("gqa", placement)
+@pytest.mark.parametrize(("name", "placement"), THREE_PLACEMENTS, ids=str)
+def test_a_text_goes_on_after_decode(name, placement, tiny):
+    session = tiny.session(name, placement)
     session.prefill({1: tiny.prompt(15)})
     tokens = session.decode(3)[1].tokens
     session.prefill({1: tiny.prompt(20)})
-    (oracle,) = tiny.oracle("gqa", [[*tiny.prompt(15), *tokens, *tiny.prompt(20)]])
+    (oracle,) = tiny.oracle(name, [[*tiny.prompt(15), *tokens, *tiny.prompt(20)]])
     bound = BOUND * np.abs(oracle).max()
     np.testing.assert_allclose(session.logits[1], oracle[-1], rtol=0, atol=bound)
 

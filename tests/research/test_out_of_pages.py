@@ -8,6 +8,7 @@ import pytest
 
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.specs import Paged
+from kvlab.research import inference
 
 # The second has two tables more, which do not refuse.
 CASES = (("gqa", Paged(8)), ("mixed", "per layer"))
@@ -79,20 +80,38 @@ def test_the_others_do_not_notice_and_it_goes_on_when_there_is_room(case, tiny):
         assert_same(held_by(session, slot), held_by(other, slot))
 
 
+def pages_in_use(session):
+    tables = session.cache.tables
+    return [int(table.pages_in_use) for table in tables if isinstance(table, PageTable)]
+
+
 @each_case
 def test_a_prompt_that_does_not_fit_takes_nothing_from_any_table(case, tiny):
+    """Asked of `prefill` itself: a session refuses such a prompt before."""
     session = fill(tiny, case)
     before = {slot: held_by(session, slot) for slot in LENGTHS}
-    in_use = [int(t.pages_in_use) for t in session.cache.tables if isinstance(t, PageTable)]
-    with pytest.raises(ValueError, match="no room for the prompt of 17 tokens in slot 2"):
-        session.prefill({2: tiny.prompt(17)})
-    for slot, held in before.items():
-        assert_same(held_by(session, slot), held)
+    in_use = pages_in_use(session)
+    tokens = np.array([tiny.prompt(17), tiny.prompt(17, seed=1)], np.int32)
+    counts, slots = np.array([17, 0], np.int32), np.array([2, 5], np.int32)
+    arguments = (session.cache, session.logits, tokens, counts, slots, counts)
+    session.cache, session.logits, ok, _ = inference.prefill(
+        session.params, session.config, *arguments
+    )
+    assert ok.tolist() == [False, True]
+    assert pages_in_use(session) == in_use
     for table in session.cache.tables:
         assert table.lengths.tolist() == session.lengths.tolist() == [45, 62, 0, 63, 0]
-    after = [int(t.pages_in_use) for t in session.cache.tables if isinstance(t, PageTable)]
-    assert after == in_use
-    session.prefill({2: tiny.prompt(16)})
+    for slot, held in before.items():
+        assert_same(held_by(session, slot), held)
+
+
+def test_a_session_refuses_prompts_that_do_not_fit_before_any_is_stored(tiny):
+    session = fill(tiny, CASES[0])
+    with pytest.raises(ValueError, match="need 3 more pages of 8 tokens and 2 of 24 are free"):
+        session.prefill({2: tiny.prompt(16), 4: tiny.prompt(1)})
+    assert session.lengths.tolist() == [45, 62, 0, 63, 0]
+    session.prefill({2: tiny.prompt(16), 3: tiny.prompt(1)})  # the last slot of its page
+    assert session.lengths.tolist() == [45, 62, 16, 64, 0]
     assert int(session.cache.tables[0].num_free) == 0
 
 

@@ -278,7 +278,8 @@ class TestFindings:
             "At batch size 8, a decode step with a paged cache takes 1.05 times as long as with a "
             "contiguous one (mha paged 1.05, gqa paged 1.05, mqa paged 1.05).",
             "Decoding 8 sequences at a time instead of 1 gives 8.00 times the tokens per second.",
-            "Share of the KV memory taken by sequences (their pages, or whole reserved rows) that held no token: contiguous 50%, paged 3%.",
+            "Share of the KV memory taken by sequences (their pages, or whole reserved rows) that "
+            "held no token: contiguous 50%, paged 3%.",
             "mha/gqa recompute/contiguous/paged give the oracle's predictions up to rounding (KL "
             "at most 1e-8 nats): they change the cost and not the output.",
             "mqa does not give the oracle's predictions: perplexity 5,230 against 24.7 (English), "

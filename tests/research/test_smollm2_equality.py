@@ -48,6 +48,7 @@ def session_of(model, placement, **fields):
         InferenceConfig(model.config, CacheSpec(placement), decode_steps=STEPS, **fields),
     )
     if isinstance(placement, Paged):  # pages of a sequence do not lie side by side, nor in order
+        session.warm_up()
         (table,) = session.cache.tables
         mixed = np.random.default_rng(placement.page_size).permutation(table.num_pages)
         table = dataclasses.replace(table, free_pages=jnp.asarray(mixed, jnp.int32))

@@ -52,7 +52,7 @@ class Variant:
         else:
             num_pages = self.table().num_pages
             cache = PagedCache.init(num_pages, self.placement.page_size, K, H, dtype)
-        return jax.tree.map(lambda array: jnp.full_like(array, fill), cache)
+        return jax.tree.map(lambda array: np.full(array.shape, fill, array.dtype), cache)
 
     def flat_slots(self, table, cache, sequence, indices):
         """Slots, as `copy` numbers them, of some tokens of a sequence."""
@@ -82,13 +82,16 @@ MASKS = {"causal": {}, "windowed": {"window": 37, "soft_cap": 3.0}}  # fields of
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@functools.partial(jit, static_argnames=("options", "max_tokens"))
-def reserve_and_attend(query, key, value, step, cache, table, options, max_tokens):
-    """One step of a layer, as inference makes it."""
-    rows = table if step.slots is None else table.rows(step.slots)
-    rows, ok = rows.reserve(jnp.sum(step.write, axis=1, dtype=jnp.int32), max_tokens)
-    output, cache = cache.attend(query, key, value, step, rows, options)
-    return output, cache, rows if step.slots is None else table.with_rows(step.slots, rows), ok
+@functools.partial(jit, static_argnames="max_tokens")
+def reserve(table, slots, wanted, max_tokens):
+    """Room for a step's tokens: the table, the step's rows of it, and whether each row got it."""
+    rows, ok = (table if slots is None else table.rows(slots)).reserve(wanted, max_tokens)
+    return rows if slots is None else table.with_rows(slots, rows), rows, ok
+
+
+@functools.partial(jit, static_argnames="options")
+def attend(query, key, value, step, cache, rows, options):
+    return cache.attend(query, key, value, step, rows, options)
 
 
 @jit
@@ -139,19 +142,17 @@ class Layer:
     def step(self, counts, slots=None, write=True, chunk=CHUNK):
         """Feeds `counts[r]` tokens to each row; returns all that a test may want to see."""
         counts = np.asarray(counts, np.int32)
-        rows = len(counts)
         sequences = np.arange(B, dtype=np.int32) if slots is None else np.asarray(slots, np.int32)
         lengths = np.array([0 if b == B else len(self.keys[b]) for b in sequences], np.int32)
         valid = np.arange(chunk)[None] < counts[:, None]
         # A token that is not written is the last one of the text, asked once more.
         positions = (lengths - (not write))[:, None] + np.arange(chunk, dtype=np.int32)[None]
         positions = np.where(valid, positions, 0).astype(np.int32)
-        query, key, value = (3 * self.normal(rows, chunk, n, H) for n in (N, K, K))
+        query, key, value = (3 * self.normal(len(counts), chunk, n, H) for n in (N, K, K))
         step = Step(positions, valid, valid & write, None if slots is None else sequences)
-        output, self.cache, self.table, ok = reserve_and_attend(
-            query, key, value, step, self.cache, self.table, self.options, chunk
-        )
+        self.table, rows, ok = reserve(self.table, step.slots, counts * write, chunk)
         assert np.all(ok)
+        output, self.cache = attend(query, key, value, step, self.cache, rows, self.options)
         if write:
             for b, n, k, v in zip(sequences, counts, key, value, strict=True):
                 if n:
@@ -199,14 +200,14 @@ class Layer:
     def check_stored(self):
         """`gather` gives every token that was written, in order."""
         keys, values = map(np.asarray, gather(self.table, self.cache))
+        assert self.table.lengths.tolist() == [len(stored) for stored in self.keys]
         for b in range(B):
             n = len(self.keys[b])
-            assert int(self.table.lengths[b]) == n
             np.testing.assert_array_equal(keys[b, :n].astype(np.float32), self.keys[b])
             np.testing.assert_array_equal(values[b, :n].astype(np.float32), self.values[b])
 
     def leaves(self):
-        return [np.asarray(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(self.cache)]
+        return [np.asarray(leaf).astype(np.float32) for leaf in jax.tree.leaves(self.cache)]
 
 
 def filled(variant, **options):
