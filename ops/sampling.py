@@ -67,7 +67,7 @@ class Sampling:
     def _require_int(self, field: str, end: int, legal: str) -> None:
         value = getattr(self, field)
         is_int = isinstance(value, numbers.Integral)
-        self._require(is_int and 0 <= value < end, field, f"a whole number {legal}")
+        self._require(is_int and 0 <= int(value) < end, field, f"a whole number {legal}")
 
     def _require(self, holds: bool, field: str, legal: str) -> None:
         if not holds:

@@ -222,7 +222,7 @@ class _Cursor:
             return self._string()
         if kind != _ARRAY:
             number = self._numbers(kind, 1)[0]
-            return float(str(number)) if isinstance(number, np.float32) else number.item()
+            return float(str(number)) if number.dtype == np.float32 else number.item()
         kind, length = self._unpack("<I"), self._unpack("<Q")
         if kind == _STRING:
             return self._strings(length)

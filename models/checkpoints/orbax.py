@@ -14,7 +14,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -85,7 +85,8 @@ def save_checkpoint(
     path = pathlib.Path(path).absolute()
     if path.exists():
         raise CheckpointError(f"{path} exists already; give a new name, or remove it first")
-    nest(traverse_util.flatten_dict(params, sep="/"), config)
+    flat: Any = traverse_util.flatten_dict(params, sep="/")
+    nest(flat, config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
@@ -140,7 +141,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[DecoderConfig, dict]:
         with ocp.StandardCheckpointer() as checkpointer:
             stored = checkpointer.metadata(folder).item_metadata.tree
             wanted = flat_shapes(config)
-            _check_stored(path, traverse_util.flatten_dict(stored, sep="/"), wanted)
+            flat: Any = traverse_util.flatten_dict(stored, sep="/")
+            _check_stored(path, flat, wanted)
             params = checkpointer.restore(folder, traverse_util.unflatten_dict(wanted, sep="/"))
     except CheckpointError:
         raise
