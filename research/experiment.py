@@ -173,9 +173,8 @@ def load_experiment(name: str) -> Sweep:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        kind = type(error).__name__
-        raise ValueError(f"config file {path} does not run: {kind}: {error}") from error
+    except (Exception, SystemExit) as error:  # a file that exits would end the command with it
+        raise ValueError(f"config file {path} does not run: {error!r}") from error
     config = getattr(module, "CONFIG", None)
     if not isinstance(config, Sweep):
         raise ValueError(

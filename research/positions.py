@@ -36,11 +36,17 @@ def position_logits(
 
     Raises:
       ValueError: an empty list, one longer than the session's sequences, ids out of range, a
-        `decode_from` below 1 (decode continues what prefill began).
+        `decode_from` below 1 (decode continues what prefill began) or past every list.
     """
     if decode_from is not None and decode_from < 1:
         raise ValueError(f"decode_from={decode_from} given: decode continues a text; use 1 or more")
     check_lists(session, lists)
+    longest = max(map(len, lists))
+    if decode_from is not None and decode_from >= longest:
+        raise ValueError(
+            f"decode_from={decode_from} is past the longest list, of {longest} tokens: nothing "
+            "would go through decode; lower it"
+        )
     told = on_tokens or (lambda _: None)
     # Only decode gains from lists side by side, and the logits of a list are large.
     side_by_side = 1 if decode_from is None else session.config.slots

@@ -50,7 +50,7 @@ def expected() -> list[np.ndarray]:
     return [rows[: len(ids)] for rows, ids in zip(logits, LISTS, strict=True)]
 
 
-@pytest.mark.parametrize("decode_from", [None, 1, 4, 40])
+@pytest.mark.parametrize("decode_from", [None, 1, 4, 18])
 def test_logits_are_those_of_a_plain_pass(session, expected, decode_from):
     told: list[int] = []
     computed = list(position_logits(session, LISTS, decode_from, told.append))
@@ -88,6 +88,7 @@ def test_only_what_is_asked_for_goes_through_decode(session, monkeypatch):
         ([[1], [2, 101]], None, "list 2 has token id 101, which is out of range"),
         ([[1] * 20], None, "list 1 has 20 tokens, past max_length=19; shorten it or raise"),
         ([[1]], 0, "decode_from=0 given: decode continues a text"),
+        ([[1, 2, 3], [1]], 3, "decode_from=3 is past the longest list, of 3 tokens"),
     ],
 )
 def test_wrong_lists_are_named(session, lists, decode_from, told):

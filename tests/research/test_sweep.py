@@ -159,6 +159,9 @@ def test_an_experiment_file_that_is_wrong_says_what_is_wanted(tmp_path):
     broken.write_text("CONFIG = 1 / 0\n")
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         load_experiment(str(broken))
+    broken.write_text("raise SystemExit(0)\n")
+    with pytest.raises(ValueError, match="SystemExit"):
+        load_experiment(str(broken))
     broken.write_text("OTHER = 1\n")
     with pytest.raises(ValueError, match="must define CONFIG"):
         load_experiment(str(broken))
