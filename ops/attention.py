@@ -213,14 +213,15 @@ def attend_blocks(
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, rows, head_dim)
     grouped = grouped * jnp.asarray(options.scale, query.dtype)
 
+    merged = (batch, num_kv_heads, rows)
+    shape = (batch, num_kv_heads, groups, length)
+
     def body(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         maximum, normaliser, total = state
         keys, values, key_positions, key_valid = read_block(index)
         mask = attention_mask(query_positions, key_positions, key_valid, options.window)
-        mask &= query_valid[:, :, None]
-        mask = jnp.broadcast_to(mask[:, None, None], (batch, 1, groups, length, mask.shape[-1]))
-        mask = mask.reshape(batch, 1, rows, mask.shape[-1])
-        scores = _dot("BKRH,BKHS->BKRS", grouped, keys)
+        mask = (mask & query_valid[:, :, None])[:, None, None]  # one for all heads: [B, 1, 1, T, S]
+        scores = _dot("BKRH,BKHS->BKRS", grouped, keys).reshape(*shape, -1)
         scores = jnp.where(mask, soft_capped(scores, options.soft_cap), _MASKED)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
         # A masked key weighs exactly 0 and an unchanged maximum rescales by exactly 1.
@@ -228,10 +229,10 @@ def attend_blocks(
         rescale = jnp.exp(maximum - new_maximum)
         # A slot nobody may see can hold anything, NaN included: 0 x NaN must not reach the sum.
         values = jnp.where(key_valid[:, None, :, None], values, jnp.zeros((), values.dtype))
-        total = total * rescale[..., None] + _dot("BKRS,BKSH->BKRH", weights, values, query.dtype)
+        read = _dot("BKRS,BKSH->BKRH", weights.reshape(*merged, -1), values, query.dtype)
+        total = total * rescale[..., None] + read.reshape(*shape, head_dim)
         return new_maximum, normaliser * rescale + weights.sum(axis=-1), total
 
-    shape = (batch, num_kv_heads, rows)
     initial = (
         jnp.full(shape, _MASKED, jnp.float32),
         jnp.zeros(shape, jnp.float32),
@@ -239,7 +240,6 @@ def attend_blocks(
     )
     _, normaliser, total = jax.lax.fori_loop(first_block, end_block, body, initial)
     output = total / jnp.where(normaliser == 0.0, 1.0, normaliser)[..., None]
-    output = output.reshape(batch, num_kv_heads, groups, length, head_dim)
     return output.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
