@@ -14,11 +14,12 @@ from kvlab.research.inference import MAX_STOP_IDS, InferenceConfig, head
 
 BOUND = 1e-4  # of the largest logit: DESIGN section 5, lossless variants
 
+PER_LAYER = ("mixed", "per layer")
 CASES = [
     *(("gqa", Paged(page_size)) for page_size in (1, 8, 16, 64)),
     ("gqa", Recompute()),
-    ("mixed", "per layer"),
     ("learned", Contiguous()),
+    PER_LAYER,
 ]
 THREE_PLACEMENTS = [("gqa", Paged(8)), ("learned", Contiguous()), ("gqa", Recompute())]
 
@@ -88,13 +89,15 @@ def test_a_prompt_in_pieces_is_the_prompt_at_once(name, placement, tiny):
     np.testing.assert_allclose(pieces.logits[2], whole.logits[2], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "placement"), THREE_PLACEMENTS, ids=str)
+@pytest.mark.parametrize(("name", "placement"), [*THREE_PLACEMENTS, PER_LAYER], ids=str)
 def test_a_text_goes_on_after_decode(name, placement, tiny):
+    """Dynamic NTK keeps the base of the first prompt."""
     session = tiny.session(name, placement)
-    session.prefill({1: tiny.prompt(15)})
+    session.prefill({1: tiny.prompt(29)})
     tokens = session.decode(3)[1].tokens
     session.prefill({1: tiny.prompt(20)})
-    (oracle,) = tiny.oracle(name, [[*tiny.prompt(15), *tokens, *tiny.prompt(20)]])
+    text = [*tiny.prompt(29), *tokens, *tiny.prompt(20)]
+    (oracle,) = tiny.oracle(name, [text], [29])
     bound = BOUND * np.abs(oracle).max()
     np.testing.assert_allclose(session.logits[1], oracle[-1], rtol=0, atol=bound)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 
 from kvlab.ops.sampling import Sampling
@@ -57,3 +59,30 @@ def test_an_equal_session_compiles_nothing(one_layer_session, tiny):
     other.prefill([tiny.prompt(5)])
     other.decode(4)
     assert other.compile_count == 0
+
+
+def test_buffers_are_donated(one_layer_session, tiny):
+    session = one_layer_session
+    session.release()
+    for call in [
+        lambda: session.prefill([tiny.prompt(40)]),
+        lambda: session.decode(2),
+        lambda: session.fork(0, [1]),
+        session.release,
+    ]:
+        before = session.cache.layers
+        call()
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(session.cache))
+
+
+def test_what_was_read_before_a_step_stays_as_it_was(one_layer_session, tiny):
+    session = one_layer_session
+    session.release()
+    session.prefill([tiny.prompt(40)])
+    lengths, logits = session.lengths, np.asarray(session.logits)
+    kept = lengths.copy(), logits.copy()
+    session.decode(5)
+    assert session.lengths[0] == 45
+    np.testing.assert_array_equal(lengths, kept[0])
+    np.testing.assert_array_equal(logits, kept[1])
