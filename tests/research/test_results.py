@@ -1,4 +1,7 @@
-"""Rows survive kills, full disks and second processes; a bad folder is a one-line error."""
+"""Rows survive kills, full disks and second processes; a bad folder is a one-line error.
+
+Over 400 lines, because each fault of a run folder is a test of its own and all share its fixtures.
+"""
 
 import errno
 import json

@@ -1,0 +1,103 @@
+"""What fixes the shapes of a session: model, cache specs and sizes.
+
+Axes: B sequences (slots), R rows of a prefill call, V vocabulary, n tokens of a decode call.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvlab.models.config import DecoderConfig
+from kvlab.ops.attention import resolve_implementation
+from kvlab.ops.specs import CacheSpec, Recompute, assign_tables
+from kvlab.research.cache import Cache, init_cache
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceConfig:
+    """Everything that fixes the shapes, and so the bits, of a session. Static under jit.
+
+    Args:
+      model: the decoder.
+      specs: the cache of each layer; one `CacheSpec` stands for all layers.
+      slots: sequences the cache holds (B).
+      max_length: most tokens of one sequence, prompt and continuation.
+      rows: sequences of one prefill call (R).
+      chunk: tokens a row of one prefill call. `recompute` needs chunk = max_length, its steps
+        being whole texts.
+      num_pages: pages of each paged pool; None lets every slot reach `max_length`.
+      decode_steps: most tokens a sequence gets from one decode call (n).
+      implementation: of attention; None is the best available.
+
+    Raises:
+      ValueError: a size below 1, more rows than slots, a `max_length` past the model's context,
+        another number of specs than layers, an impossible combination of specs.
+    """
+
+    model: DecoderConfig
+    specs: CacheSpec | tuple[CacheSpec, ...]
+    slots: int
+    max_length: int
+    rows: int = 1
+    chunk: int = 128
+    num_pages: int | None = None
+    decode_steps: int = 64
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Validates, and spells the specs out per layer with their tables."""
+        for field in ("slots", "max_length", "rows", "chunk", "decode_steps"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} given; it must be 1 or more")
+        if self.num_pages is not None and self.num_pages < 1:
+            raise ValueError(f"num_pages={self.num_pages} given; it must be 1 or more, or None")
+        if self.rows > self.slots:
+            raise ValueError(
+                f"rows={self.rows} is more than slots={self.slots}: a prefill row fills a slot; "
+                f"use rows={self.slots} or less"
+            )
+        if self.max_length > self.model.max_length:
+            raise ValueError(
+                f"max_length={self.max_length} is past the model's context of "
+                f"{self.model.max_length} tokens; use {self.model.max_length} or less"
+            )
+        given = self.specs
+        specs = (given,) * self.model.num_layers if isinstance(given, CacheSpec) else given
+        if len(specs) != self.model.num_layers:
+            raise ValueError(
+                f"{len(specs)} cache specs for {self.model.num_layers} layers; give one spec, or "
+                "one per layer"
+            )
+        object.__setattr__(self, "specs", assign_tables(specs))
+        if self.recomputes and self.chunk != self.max_length:
+            raise ValueError(
+                f"placement=recompute with chunk={self.chunk} and max_length={self.max_length}: "
+                f"every step computes the whole text; use chunk={self.max_length}"
+            )
+        resolve_implementation(self.implementation)
+
+    @property
+    def layer_specs(self) -> tuple[CacheSpec, ...]:
+        """The cache of each layer, with its table."""
+        assert isinstance(self.specs, tuple)
+        return self.specs
+
+    @property
+    def recomputes(self) -> bool:
+        """No layer has a cache: a step's input is the whole text."""
+        return isinstance(self.layer_specs[0].placement, Recompute)
+
+    def init_cache(self) -> Cache:
+        """An empty cache of this configuration."""
+        return init_cache(
+            self.model,
+            self.layer_specs,
+            slots=self.slots,
+            max_length=self.max_length,
+            num_pages=self.num_pages,
+        )
+
+    def init_logits(self) -> jax.Array:
+        """Zeros [B, V] float32, to be filled by prefill."""
+        return jnp.zeros((self.slots, self.model.vocab_size), jnp.float32)
