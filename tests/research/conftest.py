@@ -19,7 +19,7 @@ from kvlab.ops.caches.recompute import RecomputeCache
 from kvlab.ops.rope import DynamicNTK, Rope
 from kvlab.ops.row_table import RowTable
 from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
-from kvlab.research.inference import InferenceConfig
+from kvlab.research.inference_config import InferenceConfig
 from kvlab.research.session import Session
 
 SLOTS, MAX_LENGTH, CHUNK, DECODE_STEPS, VOCAB_SIZE = 5, 139, 17, 7, 101

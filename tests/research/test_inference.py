@@ -10,7 +10,8 @@ import pytest
 from kvlab.models.decoder import Decoder
 from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
-from kvlab.research.inference import MAX_STOP_IDS, InferenceConfig, head
+from kvlab.research.inference import MAX_STOP_IDS, head
+from kvlab.research.inference_config import InferenceConfig
 
 BOUND = 1e-4  # of the largest logit: DESIGN section 5, lossless variants
 

@@ -9,7 +9,7 @@ import pytest
 from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import CacheSpec, Paged
 from kvlab.research.compilation import count_compilations
-from kvlab.research.inference import InferenceConfig
+from kvlab.research.inference_config import InferenceConfig
 from kvlab.research.session import Session
 
 

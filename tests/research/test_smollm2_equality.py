@@ -14,7 +14,8 @@ import pytest
 
 from kvlab.models.load import load_model
 from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
-from kvlab.research.inference import InferenceConfig, head
+from kvlab.research.inference import head
+from kvlab.research.inference_config import InferenceConfig
 from kvlab.research.session import Session
 
 pytestmark = pytest.mark.real_model
