@@ -424,35 +424,19 @@ class PageTable:
         """
         return self._drop(pages[:, None])
 
-    def rows(self, slots: Int32[Array, "R"]) -> "PageTable":
-        """Views some sequences as a table of their own over the same pool.
+    def rows(self, slots: Int32[Array, "R"], later: Int32[Array, "R"]) -> "PageTable":
+        """Views sequences as the rows of a step, for reading: where their tokens lie.
 
         Args:
-          slots: `[R] int32`, distinct rows; `num_sequences` for a padding row, which is empty
-            and must want nothing.
+          slots: `[R] int32`, sequences, repeated or not; `num_sequences` for an empty padding row.
+          later: `[R] int32`, tokens at the end of the sequence that the row does not hold: those
+            of rows after it. They count as not stored.
 
         Returns:
-          A table of R rows. It shares the pool with this one: go on with the result of
-          `with_rows`, not with both.
+          A table of R rows, no operation of which may change the pool.
         """
         pages, lengths = self._gather_rows(slots)
-        return dataclasses.replace(self, page_indices=pages, lengths=lengths)
-
-    def with_rows(self, slots: Int32[Array, "R"], rows: "PageTable") -> "PageTable":
-        """Puts back the rows that `rows` took out, with the pool as they left it.
-
-        Args:
-          slots: `[R] int32`, as given to `rows`; padding rows are dropped.
-          rows: the table of R rows.
-
-        Returns:
-          The table of B rows.
-        """
-        return dataclasses.replace(
-            rows,
-            page_indices=self.page_indices.at[slots].set(rows.page_indices, mode="drop"),
-            lengths=self.lengths.at[slots].set(rows.lengths, mode="drop"),
-        )
+        return dataclasses.replace(self, page_indices=pages, lengths=lengths - later)
 
     @property
     def _row_numbers(self) -> Int32[Array, "B"]:

@@ -51,13 +51,10 @@ class RowTable:
         """Shortens sequences to `lengths` i32[B]."""
         return dataclasses.replace(self, lengths=jnp.minimum(self.lengths, lengths))
 
-    def rows(self, slots: jax.Array) -> "RowTable":
-        """The view of sequences `slots` i32[R]; an entry past the end is an empty row."""
-        lengths = self.lengths.at[slots].get(mode="fill", fill_value=0)
-        return dataclasses.replace(self, lengths=lengths)
+    def rows(self, slots: jax.Array, later: jax.Array) -> "RowTable":
+        """The view of sequences `slots` i32[R] for reading, without their last `later` i32[R] tokens.
 
-    def with_rows(self, slots: jax.Array, rows: "RowTable") -> "RowTable":
-        """The table with a view that `rows` made put back."""
-        return dataclasses.replace(
-            self, lengths=self.lengths.at[slots].set(rows.lengths, mode="drop")
-        )
+        A slot past the end is an empty row; slots may repeat.
+        """
+        lengths = self.lengths.at[slots].get(mode="fill", fill_value=0)
+        return dataclasses.replace(self, lengths=lengths - later)

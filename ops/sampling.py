@@ -21,6 +21,7 @@ import typing
 from collections.abc import Sequence
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
@@ -193,23 +194,21 @@ def _distance(logits: Float[Array, "B V"], params: SamplingParams) -> Float[Arra
 
 def _kept(distance: Float[Array, "B V"], params: SamplingParams) -> Bool[Array, "B V"]:
     """Tokens that pass every filter of their row. Filters that no row uses are not computed."""
-    vocab_size = distance.shape[-1]
-    uses_top_k = (params.top_k > 0) & (params.top_k < vocab_size) & ~params.greedy
+    uses_top_k = (params.top_k > 0) & (params.top_k < distance.shape[-1]) & ~params.greedy
     uses_top_p = (params.top_p < 1) & ~params.greedy
+    uses = jnp.stack([uses_top_k, uses_top_p])
 
-    def top_k() -> Bool[Array, "B V"]:
-        one_each = jnp.ones_like(distance)
-        kept = _most_likely(distance, one_each, params.top_k.astype(jnp.float32))
-        return kept | ~uses_top_k[:, None]
+    def keep_fewer(is_top_p: Array, kept: Bool[Array, "B V"]) -> Bool[Array, "B V"]:
+        weight = jnp.where(kept, jnp.where(is_top_p, jnp.exp(-distance), 1), 0)
+        share = params.top_p * jnp.sum(weight, axis=-1)
+        target = jnp.where(is_top_p, share, params.top_k.astype(jnp.float32))
+        return kept & (_most_likely(distance, weight, target) | ~uses[is_top_p][:, None])
 
-    def top_p(kept: Bool[Array, "B V"]) -> Bool[Array, "B V"]:
-        weight = jnp.where(kept, jnp.exp(-distance), 0)
-        nucleus = _most_likely(distance, weight, params.top_p * jnp.sum(weight, axis=-1))
-        return kept & (nucleus | ~uses_top_p[:, None])
+    def filtered(index: Array, kept: Bool[Array, "B V"]) -> Bool[Array, "B V"]:
+        return jax.lax.cond(jnp.any(uses[index]), keep_fewer, lambda _, kept: kept, index, kept)
 
-    everything = jnp.ones_like(distance, bool)
-    kept = jax.lax.cond(jnp.any(uses_top_k), top_k, lambda: everything)
-    kept = jax.lax.cond(jnp.any(uses_top_p), top_p, lambda kept: kept, kept)
+    # A loop of two, because they are one computation, and a program compiles it once.
+    kept = jax.lax.fori_loop(0, 2, filtered, jnp.ones_like(distance, bool))
     return kept & (distance <= -jnp.log(params.min_p)[:, None])
 
 
@@ -275,14 +274,14 @@ def _gumbel(
 ) -> Float[Array, "B V"]:
     """Gumbel noise, each row from a key of its own."""
 
-    def row_bits(seed: Array, sample_index: Array, position: Array) -> Array:
-        # Named, because the bits of some other generators depend on the batch.
-        words = jnp.stack([seed, sample_index.astype(jnp.uint32)])
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        key = jax.random.fold_in(key, position)
-        return jax.random.bits(key, (vocab_size,), jnp.uint32)
-
-    bits = jax.vmap(row_bits)(params.seed, params.sample_index, positions)
+    # One cipher call a token: the request and its sample are the key, position and id the counter.
+    shape = (params.seed.shape[0], vocab_size)
+    seed, sample_index, position = (
+        jnp.broadcast_to(column.astype(jnp.uint32)[:, None], shape)
+        for column in (params.seed, params.sample_index, positions)
+    )
+    ids = jnp.broadcast_to(jnp.arange(vocab_size, dtype=jnp.uint32)[None, :], shape)
+    bits, _ = jax.extend.random.threefry2x32_p.bind(seed, sample_index, position, ids)
     # Winners have a uniform near 0, where all 32 bits make steps of 2 ** -32. With the usual 23
     # no token below 1e-7 could ever win, and a large vocabulary has thousands of those.
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32

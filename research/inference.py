@@ -53,7 +53,10 @@ def prefill(
     slots: jax.Array,
     prompt_lengths: jax.Array,
 ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
-    """Appends a piece of text to some sequences.
+    """Appends pieces of text to some sequences.
+
+    Rows of one sequence are pieces of its text that follow each other: every row writes before any
+    reads, and reads up to its own end. So one long prompt fills all rows of a call.
 
     Args:
       params: the decoder's parameters.
@@ -62,7 +65,7 @@ def prefill(
       logits: [B, V] float32, donated: what the model predicts next for each sequence.
       tokens: [R, chunk] int32; the first `counts[r]` of a row are real.
       counts: [R] int32; a row of 0 does nothing.
-      slots: [R] int32, the sequence of each row, distinct; B for a row without one.
+      slots: [R] int32, the sequence of each row; B for a row without one.
       prompt_lengths: [R] int32, tokens of the whole prompt (the base of dynamic NTK RoPE).
 
     Returns:
@@ -70,27 +73,32 @@ def prefill(
       False where there was no room and the sequence is unchanged; and the hidden states
       [R, chunk, D] after the final norm, which `head` turns into logits where all are wanted.
     """
-    ok, cache = _reserve(config, cache, slots, counts, config.chunk)
+    wanted = jnp.zeros(config.slots, jnp.int32).at[slots].add(counts, mode="drop")
+    granted, cache = _reserve(config, cache, wanted, config.rows * config.chunk)
+    ok = granted.at[slots].get(mode="fill", fill_value=True)
     counts = jnp.where(ok, counts, 0)
-    start = cache.positions.at[slots].get(mode="fill", fill_value=0)
+    same = slots[:, None] == slots[None, :]
+    earlier = jnp.sum(jnp.where(jnp.tril(same, -1), counts, 0), axis=1, dtype=jnp.int32)
+    later = jnp.sum(jnp.where(jnp.triu(same, 1), counts, 0), axis=1, dtype=jnp.int32)
+    held = cache.positions.at[slots].get(mode="fill", fill_value=0)
+    start = held + earlier
     offsets = jnp.arange(config.chunk, dtype=jnp.int32)[None]
     valid = offsets < counts[:, None]
     positions = jnp.where(valid, start[:, None] + offsets, 0)
-    held = cache.prompt_lengths.at[slots].get(mode="fill", fill_value=0)
-    lengths = jnp.where(start == 0, prompt_lengths, held)
+    known = cache.prompt_lengths.at[slots].get(mode="fill", fill_value=0)
+    lengths = jnp.where(held == 0, prompt_lengths, known)
     cache = dataclasses.replace(
         cache,
         positions=cache.positions.at[slots].add(counts, mode="drop"),
         prompt_lengths=cache.prompt_lengths.at[slots].set(lengths, mode="drop"),
     )
-    step = Step(positions, valid, valid, slots)
+    step = Step(positions, valid, valid, slots, later)
     hidden, cache = _forward(params, config, cache, tokens, step)
     last = jnp.clip(counts - 1, 0, None)
-    # Rows of 0 tokens keep the logits that their sequence had.
     row_logits = head(
         params, config.model, jnp.take_along_axis(hidden, last[:, None, None], axis=1)
     )
-    updated = jnp.where(counts > 0, slots, config.slots)
+    updated = jnp.where((counts > 0) & (later == 0), slots, config.slots)
     return cache, logits.at[updated].set(row_logits[:, 0], mode="drop"), ok, hidden
 
 
@@ -146,7 +154,7 @@ def decode(
         token = jnp.where(is_forced, forced[:, index], sample(logits, sampling, cache.positions))
         stops = active & ~is_forced & jnp.any(token[:, None] == stop_ids, axis=1)
         feed = active & ~stops
-        ok, cache = _reserve(config, cache, None, feed.astype(jnp.int32), 1)
+        ok, cache = _reserve(config, cache, feed.astype(jnp.int32), 1)
         feed &= ok
         emit = feed | stops
         decoded = Decoded(
@@ -228,21 +236,15 @@ def release(cache: Cache, mask: jax.Array) -> Cache:
 
 
 def _reserve(
-    config: InferenceConfig,
-    cache: Cache,
-    slots: jax.Array | None,
-    wanted: jax.Array,
-    max_tokens: int,
+    config: InferenceConfig, cache: Cache, wanted: jax.Array, max_tokens: int
 ) -> tuple[jax.Array, Cache]:
-    """Makes room in every table; a row that one table refuses gets nothing from any."""
-    places = cache.positions
-    if slots is not None:
-        places = places.at[slots].get(mode="fill", fill_value=0)
-    fits = places + wanted <= config.max_length  # a table's last page may reach further
+    """Makes room in every table; a sequence that one table refuses gets nothing from any."""
+    # A table's last page may reach further than max_length.
+    fits = cache.positions + wanted <= config.max_length
     wanted = jnp.where(fits, wanted, 0)
 
     def attempt(wanted: jax.Array) -> tuple[tuple[Table, ...], jax.Array]:
-        results = [_reserve_in(table, slots, wanted, max_tokens) for table in cache.tables]
+        results: list[Any] = [table.reserve(wanted, max_tokens) for table in cache.tables]
         granted = functools.reduce(jnp.logical_and, [ok for _, ok in results])
         return tuple(table for table, _ in results), granted
 
@@ -250,16 +252,6 @@ def _reserve(
     if len(cache.tables) > 1:
         tables, _ = attempt(jnp.where(granted, wanted, 0))
     return granted & fits, dataclasses.replace(cache, tables=tables)
-
-
-def _reserve_in(
-    table: Any, slots: jax.Array | None, wanted: jax.Array, max_tokens: int
-) -> tuple[Table, jax.Array]:
-    """One table of either kind, with room made in it, and ok of each row."""
-    if slots is None:
-        return table.reserve(wanted, max_tokens)
-    rows, ok = table.rows(slots).reserve(wanted, max_tokens)
-    return table.with_rows(slots, rows), ok
 
 
 def _forward(
@@ -271,8 +263,9 @@ def _forward(
         lengths = lengths.at[step.slots].get(mode="fill", fill_value=0)
     if cache.texts is not None:
         return _recompute(params, config, cache, tokens, step, lengths)
-    rows = [t if step.slots is None else t.rows(step.slots) for t in cache.tables]
-    tables = [rows[spec.table] for spec in config.layer_specs]
+    slots, later = step.slots, step.later
+    views = [t if slots is None else t.rows(slots, later) for t in cache.tables]
+    tables = [views[spec.table] for spec in config.layer_specs]
     hidden, layers = _apply(params, config, tokens, step, cache.layers, tables, lengths)
     return hidden, dataclasses.replace(cache, layers=layers)
 

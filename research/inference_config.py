@@ -23,7 +23,7 @@ class InferenceConfig:
       specs: the cache of each layer; one `CacheSpec` stands for all layers.
       slots: sequences the cache holds (B).
       max_length: most tokens of one sequence, prompt and continuation.
-      rows: sequences of one prefill call (R).
+      rows: of one prefill call (R); each takes `chunk` tokens of a sequence, a long prompt several.
       chunk: tokens a row of one prefill call. `recompute` needs chunk = max_length, its steps
         being whole texts.
       num_pages: pages of each paged pool; None lets every slot reach `max_length`.
@@ -31,7 +31,7 @@ class InferenceConfig:
       implementation: of attention; None is the best available.
 
     Raises:
-      ValueError: a size below 1, more rows than slots, a `max_length` past the model's context,
+      ValueError: a size below 1, a `max_length` past the model's context,
         another number of specs than layers, an impossible combination of specs.
     """
 
@@ -52,11 +52,6 @@ class InferenceConfig:
                 raise ValueError(f"{field}={getattr(self, field)} given; it must be 1 or more")
         if self.num_pages is not None and self.num_pages < 1:
             raise ValueError(f"num_pages={self.num_pages} given; it must be 1 or more, or None")
-        if self.rows > self.slots:
-            raise ValueError(
-                f"rows={self.rows} is more than slots={self.slots}: a prefill row fills a slot; "
-                f"use rows={self.slots} or less"
-            )
         if self.max_length > self.model.max_length:
             raise ValueError(
                 f"max_length={self.max_length} is past the model's context of "

@@ -108,34 +108,37 @@ class Session:
         by_slot = prompts if isinstance(prompts, Mapping) else dict(enumerate(prompts))
         arrays = {slot: self._checked(slot, ids) for slot, ids in by_slot.items()}
         self._check_room({slot: len(ids) for slot, ids in arrays.items()})
+        chunk, rows = self.config.chunk, self.config.rows
+        pieces = [
+            (slot, start) for slot, ids in arrays.items() for start in range(0, len(ids), chunk)
+        ]
         hidden: dict[int, list[np.ndarray]] = {slot: [] for slot in arrays}
-        order = list(arrays)
-        for first in range(0, len(order), self.config.rows):
-            group = order[first : first + self.config.rows]
-            self._prefill_group({slot: arrays[slot] for slot in group}, hidden)
-        return {slot: np.concatenate(pieces) for slot, pieces in hidden.items()}
+        for first in range(0, len(pieces), rows):
+            self._prefill_rows(arrays, pieces[first : first + rows], hidden)
+        return {slot: np.concatenate(states) for slot, states in hidden.items()}
 
-    def _prefill_group(
-        self, prompts: Mapping[int, np.ndarray], hidden: dict[int, list[np.ndarray]]
+    def _prefill_rows(
+        self,
+        prompts: Mapping[int, np.ndarray],
+        pieces: Sequence[tuple[int, int]],
+        hidden: dict[int, list[np.ndarray]],
     ) -> None:
-        """Prefills at most `config.rows` prompts side by side."""
+        """One prefill call: a piece of a prompt (its slot, its start) in each row."""
         config = self.config
         slots = np.full(config.rows, config.slots, np.int32)
-        slots[: len(prompts)] = list(prompts)
-        total = np.zeros(config.rows, np.int32)
-        total[: len(prompts)] = [len(ids) for ids in prompts.values()]
-        for start in range(0, int(total.max()), config.chunk):
-            tokens = np.zeros((config.rows, config.chunk), np.int32)
-            counts = np.clip(total - start, 0, config.chunk)
-            for row, ids in enumerate(prompts.values()):
-                tokens[row, : counts[row]] = ids[start : start + counts[row]]
-            with self._counted():
-                self.cache, self.logits, _, states = inference.prefill(
-                    self.params, config, self.cache, self.logits, tokens, counts, slots, total
-                )
-            pieces = np.asarray(states)
-            for row, slot in enumerate(prompts):
-                hidden[slot].append(pieces[row, : counts[row]])
+        total, counts = np.zeros(config.rows, np.int32), np.zeros(config.rows, np.int32)
+        tokens = np.zeros((config.rows, config.chunk), np.int32)
+        for row, (slot, start) in enumerate(pieces):
+            piece = prompts[slot][start : start + config.chunk]
+            slots[row], total[row], counts[row] = slot, len(prompts[slot]), len(piece)
+            tokens[row, : len(piece)] = piece
+        with self._counted():
+            self.cache, self.logits, _, states = inference.prefill(
+                self.params, config, self.cache, self.logits, tokens, counts, slots, total
+            )
+        states = np.asarray(states)
+        for row, (slot, _) in enumerate(pieces):
+            hidden[slot].append(states[row, : counts[row]])
 
     def decode(
         self,

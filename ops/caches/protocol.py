@@ -30,6 +30,7 @@ class Step:
     valid: jax.Array  # bool[B, T]: the query is real, not padding
     write: jax.Array  # bool[B, T]: its key and value are to be stored
     slots: jax.Array | None = None  # i32[B]: the sequence of each row; None: row b is sequence b
+    later: jax.Array | None = None  # i32[B], with slots: tokens of its sequence in rows after it
 
 
 # Maps the tokens of sequences to storage, and counts them. A step reserves first, so inside a layer

@@ -39,7 +39,7 @@ class on:
     reserve = compiled("reserve", 2)
     make_writable, release, trim = map(compiled, ("make_writable", "release", "trim"))
     fork, reorder, pin, unpin = map(compiled, ("fork", "reorder", "pin", "unpin"))
-    flat_slots, rows, with_rows = map(compiled, ("flat_slots", "rows", "with_rows"))
+    flat_slots, rows = map(compiled, ("flat_slots", "rows"))
 
 
 def small_table():
@@ -168,17 +168,16 @@ def test_flat_slots_gives_the_sentinel_for_what_is_not_stored():
     assert np.all(slots[2:] == NUM_SLOTS)
 
 
-def test_padding_rows_are_empty_and_are_dropped():
+def test_rows_are_views_that_repeat_and_end_early():
     table = filled_table(4, 2, 0, 0, 0)
-    rows = on.rows(table, i32(1, B))
-    assert rows.lengths.tolist() == [2, 0]
-    assert rows.page_indices[1].tolist() == [P] * PAGES_PER_SEQUENCE
-    rows, ok = on.reserve(rows, i32(2, 0), CHUNK)
-    assert np.all(ok)
-    table = on.with_rows(table, i32(1, B), rows)
-    assert table.lengths.tolist() == [4, 4, 0, 0, 0]
-    assert table.page_indices[1, :3].tolist() == [2, 3, P]
-    assert table.pages_in_use == 4
+    rows = on.rows(table, i32(0, 0, B), i32(3, 0, 0))
+    assert rows.lengths.tolist() == [1, 4, 0]
+    assert rows.page_indices[2].tolist() == [P] * PAGES_PER_SEQUENCE  # padding is empty
+    indices = jnp.broadcast_to(i32(0, 1, 3)[None], (3, 3))
+    first, last, padding = on.flat_slots(rows, indices).tolist()
+    assert first == [0, NUM_SLOTS, NUM_SLOTS]
+    assert last == [0, 1, 3]
+    assert padding == [NUM_SLOTS] * 3
 
 
 # Misuse is named under checkify, and leaves the pool whole (checkify returns the table as well).

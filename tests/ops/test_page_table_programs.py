@@ -11,11 +11,10 @@ import numpy as np
 
 from kvlab.ops.page_table import PageTable
 
-B, P, PAGE_SIZE, PAGES_PER_SEQUENCE, R = 5, 13, 3, 7, 2
+B, P, PAGE_SIZE, PAGES_PER_SEQUENCE = 5, 13, 3, 7
 CAPACITY, NUM_SLOTS = PAGES_PER_SEQUENCE * PAGE_SIZE, P * PAGE_SIZE
-MAX_TOKENS, CHUNK = 8, 4
+MAX_TOKENS = 8
 STEPS, WIDTH = 24, 1 + B
-ROW = np.arange(B)
 
 # A random program is bytes; here they become the arguments of every operation, and each step uses
 # those of its own.
@@ -25,8 +24,6 @@ class Instruction(NamedTuple):
     operation: np.ndarray  # []
     wanted: np.ndarray  # [B], sometimes more than MAX_TOKENS
     mask: np.ndarray  # [B]
-    slots: np.ndarray  # [R], distinct, the second sometimes padding
-    chunk: np.ndarray  # [R], 0 where padding
     source: np.ndarray  # [2]
     target: np.ndarray  # [2], distinct where used, not always empty
     parents: np.ndarray  # [B]
@@ -39,16 +36,12 @@ def decode_program(encoded):
     """Instructions with a leading axis of STEPS from `STEPS * WIDTH` bytes."""
     code = np.frombuffer(encoded, np.uint8).reshape(STEPS, WIDTH).astype(np.int32)
     operation, args = code[:, 0] % len(OPERATIONS), code[:, 1:]
-    first, target = args[:, 0] % B, args[:, 2:4] % (B + 1)
-    second = np.where(args[:, 2] % 3 == 0, B, (first + 1 + args[:, 1] % (B - 1)) % B)
-    slots = np.stack([first, second], axis=1)
+    target = args[:, 2:4] % (B + 1)
     target[target[:, 0] == target[:, 1], 1] = B
     return Instruction(
         operation=operation,
         wanted=args % (MAX_TOKENS + 2),
         mask=args % 3 > 0,
-        slots=slots,
-        chunk=np.where(slots < B, args[:, 3:] % (CHUNK + 1), 0),
         source=args[:, :2] % (B + 1),
         target=target,
         parents=args % (B + 1),
@@ -84,20 +77,20 @@ class Model:
         partial = len(self.texts[row]) % PAGE_SIZE != 0
         return partial and self.references(self.pages[row][-1]) > 1
 
-    def reserve(self, wanted, tokens, rows, limit):
-        ok, blocked = np.ones(len(wanted), bool), False
-        for index, (row, count) in enumerate(zip(rows, wanted, strict=True)):
-            if row == B or count == 0:
+    def reserve(self, wanted, tokens, limit):
+        ok, blocked = np.ones(B, bool), False
+        for row, count in enumerate(wanted):
+            if count == 0:
                 continue
             length = len(self.texts[row]) + count
             need = -(-length // PAGE_SIZE) - len(self.pages[row])
             if count > limit or length > CAPACITY or self.on_shared_page(row):
-                ok[index] = False
+                ok[row] = False
             elif need and (blocked or need > len(self.free)):
-                ok[index], blocked = False, True
+                ok[row], blocked = False, True
             else:
                 self.pages[row] += [self.free.pop() for _ in range(need)]
-                self.texts[row] = [*self.texts[row], *tokens[index][:count]]
+                self.texts[row] = [*self.texts[row], *tokens[row][:count]]
         return ok
 
     def make_writable(self, mask):
@@ -144,12 +137,9 @@ class Model:
         match OPERATIONS[step.operation].__name__:
             case "decode":
                 writable = self.make_writable(step.mask)
-                return writable & self.reserve(step.mask.astype(int), step.tokens, ROW, 1)
+                return writable & self.reserve(step.mask.astype(int), step.tokens, 1)
             case "reserve":
-                return self.reserve(step.wanted, step.tokens, ROW, MAX_TOKENS)
-            case "prefill":
-                ok = self.reserve(step.chunk, step.tokens[:R], step.slots, CHUNK)
-                return np.concatenate([ok, np.ones(B - R, bool)])
+                return self.reserve(step.wanted, step.tokens, MAX_TOKENS)
             case "make_writable":
                 return self.make_writable(step.mask)
             case "release":
@@ -207,14 +197,6 @@ def decode(state, step):
     return state, ok & writable, shared
 
 
-def prefill(state, step):
-    before = state.table.rows(step.slots)
-    rows, ok = before.reserve(step.chunk, CHUNK)
-    state, shared = write(state, rows, before.lengths, step.tokens[:R], step.chunk)
-    table = state.table.with_rows(step.slots, rows)
-    return state._replace(table=table), jnp.concatenate([ok, jnp.ones(B - R, bool)]), shared
-
-
 def mapping(change):
     """An operation that stores no token and refuses nothing."""
 
@@ -263,7 +245,6 @@ def unpin(state, step):
 OPERATIONS = (
     decode,
     reserve,
-    prefill,
     fork,
     make_writable,
     release,

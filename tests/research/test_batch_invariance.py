@@ -14,6 +14,7 @@ import pytest
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import Contiguous, Paged
+from kvlab.research.inference import prefill
 
 CASES = {
     "paged": ("gqa", Paged(8)),
@@ -103,6 +104,28 @@ def test_neighbours_do_not_matter(case, baseline, tiny):
     beside = tiny.trace(tiny.session(*case), {**others, 3: tiny.prompts[3]})
     assert_equal_bits(beside.row(3), baseline.row(3))
     assert beside.tokens[0] != baseline.tokens[0]
+
+
+def test_a_prompt_that_fills_all_rows_of_a_call_is_the_one_that_has_one_row_of_each(case, tiny):
+    ids = tiny.prompt(75, seed=47)  # five pieces of 17
+    packed, single = tiny.session(*case), tiny.session(*case)
+    hidden = packed.prefill({3: ids})[3]
+    config, rows = single.config, single.config.rows
+    assert rows > 1
+    for start in range(0, len(ids), config.chunk):
+        piece = ids[start : start + config.chunk]
+        tokens = np.zeros((rows, config.chunk), np.int32)
+        tokens[1, : len(piece)] = piece
+        slots, counts, total = np.full(rows, config.slots), np.zeros(rows, int), np.zeros(rows, int)
+        slots[1], counts[1], total[1] = 3, len(piece), len(ids)
+        arguments = (jnp.asarray(array, jnp.int32) for array in (tokens, counts, slots, total))
+        single.cache, single.logits, ok, states = prefill(
+            single.params, config, single.cache, single.logits, *arguments
+        )
+        assert ok.all()
+        np.testing.assert_array_equal(states[1, : len(piece)], hidden[start : start + len(piece)])
+    traces = [tiny.continued(session, [3]) for session in (packed, single)]
+    assert_equal_bits(traces[0].row(3), traces[1].row(3))
 
 
 def test_neighbours_that_come_and_go_do_not_matter(case, baseline, tiny):

@@ -85,8 +85,11 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 @functools.partial(jit, static_argnames="max_tokens")
 def reserve(table, slots, wanted, max_tokens):
     """Room for a step's tokens: the table, the step's rows of it, and whether each row got it."""
-    rows, ok = (table if slots is None else table.rows(slots)).reserve(wanted, max_tokens)
-    return rows if slots is None else table.with_rows(slots, rows), rows, ok
+    if slots is None:
+        table, ok = table.reserve(wanted, max_tokens)
+        return table, table, ok
+    table, ok = table.reserve(jnp.zeros(B, jnp.int32).at[slots].add(wanted, mode="drop"), max_tokens)
+    return table, table.rows(slots, jnp.zeros_like(slots)), ok.at[slots].get(mode="fill", fill_value=True)
 
 
 @functools.partial(jit, static_argnames="options")
