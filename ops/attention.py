@@ -19,8 +19,10 @@ IMPLEMENTATIONS = ("reference", "chunked")
 READ_BLOCK = 64  # keys a block
 QUERY_BLOCK = 256  # queries a block in dense attention: bounds the live scores, skips the future
 
-# Finite, so that a row whose keys are all masked so far gives exp(0) and not exp(nan).
+# Finite, so that no difference of two is NaN. A running maximum starts so far above the score of a
+# masked key that the key's weight is exactly 0 even where nothing else has been seen.
 _MASKED = -1e30
+_LEAST = -1e25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +227,7 @@ def attend_blocks(
         scores = jnp.where(mask, soft_capped(scores, options.soft_cap), _MASKED)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
         # A masked key weighs exactly 0 and an unchanged maximum rescales by exactly 1.
-        weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)
+        weights = jnp.exp(scores - new_maximum[..., None])
         rescale = jnp.exp(maximum - new_maximum)
         # A slot nobody may see can hold anything, NaN included: 0 x NaN must not reach the sum.
         values = jnp.where(key_valid[:, None, :, None], values, jnp.zeros((), values.dtype))
@@ -234,7 +236,7 @@ def attend_blocks(
         return new_maximum, normaliser * rescale + weights.sum(axis=-1), total
 
     initial = (
-        jnp.full(shape, _MASKED, jnp.float32),
+        jnp.full(shape, _LEAST, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, head_dim), jnp.float32),
     )

@@ -273,7 +273,6 @@ def _gumbel(
     vocab_size: int, params: SamplingParams, positions: Int[Array, "B"]
 ) -> Float[Array, "B V"]:
     """Gumbel noise, each row from a key of its own."""
-
     # One cipher call a token: the request and its sample are the key, position and id the counter.
     shape = (params.seed.shape[0], vocab_size)
     seed, sample_index, position = (

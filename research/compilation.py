@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -21,12 +22,19 @@ class Compilations:
     seconds: float = 0.0
 
 
-_counting: list[Compilations] = []
+class _Counting(threading.local):
+    """The counters that are open on this thread."""
+
+    def __init__(self) -> None:
+        self.open: list[Compilations] = []
+
+
+_counting = _Counting()
 
 
 def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
     if event == _EVENT:
-        for compilations in _counting:
+        for compilations in _counting.open:
             compilations.count += 1
             compilations.seconds += duration_secs
 
@@ -37,11 +45,10 @@ jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[Compilations]:
-    """Counts what is compiled inside the block, on any thread; blocks may nest."""
+    """Counts what this thread compiles inside the block; blocks may nest."""
     compilations = Compilations()
-    _counting.append(compilations)
+    _counting.open.append(compilations)
     try:
         yield compilations
     finally:
-        # By identity: two counters of equal value are still two.
-        _counting[:] = [other for other in _counting if other is not compilations]
+        _counting.open.pop()

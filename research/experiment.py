@@ -66,7 +66,7 @@ class Sweep:
       question: what it asks, for the report.
       model: any form that `kvlab.models.load.load_model` takes.
       variants: the points of attention x cache.
-      batch_sizes: sequences decoded together. Quality is scored at the first of them.
+      batch_sizes: sequences decoded together. Quality is scored at the largest.
       prompt_tokens: tokens of each timed prompt.
       decode_tokens: tokens decoded after it.
       recompute_decode_tokens: as many where every step computes the whole text.
@@ -86,13 +86,13 @@ class Sweep:
     model: str
     variants: tuple[Variant, ...]
     batch_sizes: tuple[int, ...] = (1, 8)
-    prompt_tokens: int = 60  # with 8 more, no multiple of a page: paged waste is not flattered
+    prompt_tokens: int = 32
     decode_tokens: int = 8
     recompute_decode_tokens: int = 1
     repeats: int = 3
     quality_tokens: int | None = 1024
     max_length: int = 1024
-    chunk: int = 64
+    chunk: int = 32
     seed: int = 0
     implementation: str | None = None
 

@@ -263,8 +263,9 @@ def _forward(
         lengths = lengths.at[step.slots].get(mode="fill", fill_value=0)
     if cache.texts is not None:
         return _recompute(params, config, cache, tokens, step, lengths)
-    slots, later = step.slots, step.later
-    views = [t if slots is None else t.rows(slots, later) for t in cache.tables]
+    views = list(cache.tables)
+    if step.slots is not None and step.later is not None:
+        views = [table.rows(step.slots, step.later) for table in cache.tables]
     tables = [views[spec.table] for spec in config.layer_specs]
     hidden, layers = _apply(params, config, tokens, step, cache.layers, tables, lengths)
     return hidden, dataclasses.replace(cache, layers=layers)

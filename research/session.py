@@ -17,7 +17,7 @@ from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import Sampling, SamplingParams
 from kvlab.research import inference
 from kvlab.research.cache import Cache, CacheUse, cache_use
-from kvlab.research.compilation import count_compilations
+from kvlab.research.compilation import Compilations, count_compilations
 from kvlab.research.inference import MAX_STOP_IDS, InferenceConfig, Params
 
 TokenIds = Sequence[int] | np.ndarray
@@ -60,29 +60,10 @@ class Session:
         self.compile_s = 0.0
 
     def warm_up(self) -> None:
-        """Compiles prefill and decode, side by side, without running them.
-
-        Most of a compilation runs on one core, so two at once take little longer than one.
-        """
-        config = self.config
-        rows, slots = np.zeros(config.rows, np.int32), np.zeros(config.slots, np.int32)
-        tokens = np.zeros((config.rows, config.chunk), np.int32)
-        sampling = SamplingParams.from_requests([Sampling()] * config.slots)
-        stops = _stop_array((), config.slots)
-        feed = np.zeros((config.slots, config.decode_steps), np.int32)
-        state = self.params, config, self.cache, self.logits
-        # Traced one after the other: JAX names inner functions as it meets them, and the persistent
-        # compilation cache would see other names, and so another program, each time.
-        lowered = (
-            inference.prefill.lower(*state, tokens, rows, rows, rows),
-            inference.decode.lower(*state, sampling, slots, stops, feed, slots),
-        )
-        began = time.perf_counter()
-        with count_compilations() as compilations, ThreadPoolExecutor(2) as threads:
-            for compiling in [threads.submit(program.compile) for program in lowered]:
-                compiling.result()
-        self.compile_count += compilations.count
-        self.compile_s += time.perf_counter() - began
+        """Compiles prefill and decode without running them; see `compile_programs`."""
+        compiled = compile_programs(self.params, self.config)
+        self.compile_count += compiled.count
+        self.compile_s += compiled.seconds
 
     @property
     def lengths(self) -> np.ndarray:
@@ -323,6 +304,43 @@ class Session:
                     f"{free} of {table.num_pages} are free; release sequences, or give "
                     "a larger num_pages"
                 )
+
+
+def compile_programs(params: Params, config: InferenceConfig) -> Compilations:
+    """Compiles prefill and decode of a config, for every session of it, without making one.
+
+    Most of a compilation runs on one core, so the two go side by side and take little longer than
+    one.
+
+    Args:
+      params: the decoder's parameters, as sessions will be given them.
+      config: the shapes.
+
+    Returns:
+      How many programs were built, and how long it took.
+    """
+    rows, slots = np.zeros(config.rows, np.int32), np.zeros(config.slots, np.int32)
+    tokens = np.zeros((config.rows, config.chunk), np.int32)
+    sampling = SamplingParams.from_requests([Sampling()] * config.slots)
+    stops = _stop_array((), config.slots)
+    feed = np.zeros((config.slots, config.decode_steps), np.int32)
+    state = params, config, jax.eval_shape(config.init_cache), jax.eval_shape(config.init_logits)
+    # Traced one after the other: JAX names inner functions as it meets them, and the persistent
+    # compilation cache would see other names, and so another program, each time.
+    lowered = (
+        inference.prefill.lower(*state, tokens, rows, rows, rows),
+        inference.decode.lower(*state, sampling, slots, stops, feed, slots),
+    )
+
+    def compile_one(program: jax.stages.Lowered) -> int:
+        with count_compilations() as compilations:
+            program.compile()
+        return compilations.count
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(2) as threads:
+        count = sum(threads.map(compile_one, lowered))
+    return Compilations(count, time.perf_counter() - began)
 
 
 def _stop_array(stop_ids: Sequence[int], num_sequences: int) -> np.ndarray:

@@ -88,8 +88,14 @@ def reserve(table, slots, wanted, max_tokens):
     if slots is None:
         table, ok = table.reserve(wanted, max_tokens)
         return table, table, ok
-    table, ok = table.reserve(jnp.zeros(B, jnp.int32).at[slots].add(wanted, mode="drop"), max_tokens)
-    return table, table.rows(slots, jnp.zeros_like(slots)), ok.at[slots].get(mode="fill", fill_value=True)
+    table, ok = table.reserve(
+        jnp.zeros(B, jnp.int32).at[slots].add(wanted, mode="drop"), max_tokens
+    )
+    return (
+        table,
+        table.rows(slots, jnp.zeros_like(slots)),
+        ok.at[slots].get(mode="fill", fill_value=True),
+    )
 
 
 @functools.partial(jit, static_argnames="options")
