@@ -52,7 +52,7 @@ class RowTable:
         return dataclasses.replace(self, lengths=jnp.minimum(self.lengths, lengths))
 
     def rows(self, slots: jax.Array, later: jax.Array) -> "RowTable":
-        """The view of sequences `slots` i32[R] without their last `later` i32[R] tokens, for reading.
+        """The view of sequences `slots` i32[R], each without its last `later` i32[R] tokens.
 
         A slot past the end is an empty row; slots may repeat.
         """
