@@ -213,7 +213,6 @@ def attend_blocks(
     rows = groups * length  # the G query heads of a KV head read its keys together
     grouped = query.reshape(batch, length, num_kv_heads, groups, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, rows, head_dim)
-    grouped = grouped * jnp.asarray(options.scale, query.dtype)
 
     merged = (batch, num_kv_heads, rows)
     shape = (batch, num_kv_heads, groups, length)
@@ -223,7 +222,7 @@ def attend_blocks(
         keys, values, key_positions, key_valid = read_block(index)
         mask = attention_mask(query_positions, key_positions, key_valid, options.window)
         mask = (mask & query_valid[:, :, None])[:, None, None]  # one for all heads: [B, 1, 1, T, S]
-        scores = _dot("BKRH,BKHS->BKRS", grouped, keys).reshape(*shape, -1)
+        scores = options.scale * _dot("BKRH,BKHS->BKRS", grouped, keys).reshape(*shape, -1)
         scores = jnp.where(mask, soft_capped(scores, options.soft_cap), _MASKED)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
         # A masked key weighs exactly 0 and an unchanged maximum rescales by exactly 1.

@@ -68,19 +68,19 @@ def cache_use(cache: Cache, specs: Sequence[CacheSpec]) -> CacheUse | None:
     for layer, spec in zip(cache.layers, specs, strict=True):
         table = cache.tables[spec.table]
         if isinstance(table, PageTable):
-            capacity = table.num_slots
+            slots = capacity = table.num_slots
             taken, filled = _page_slots(table)
         else:
             assert isinstance(layer, ContiguousCache)
-            num_sequences, _, _, row = layer.key.shape
-            capacity = num_sequences * row
+            num_sequences, _, _, row = layer.key.shape  # a row is whole read blocks
+            slots, capacity = num_sequences * row, num_sequences * table.capacity
             lengths = np.asarray(table.lengths)
             taken, filled = int((lengths > 0).sum()) * row, int(lengths.sum())
         layer_bytes = layer.nbytes()
         allocated += layer_bytes
         per_token += layer_bytes / capacity
-        taken_bytes += layer_bytes / capacity * taken
-        used_bytes += layer_bytes / capacity * filled
+        taken_bytes += layer_bytes / slots * taken
+        used_bytes += layer_bytes / slots * filled
     waste = 1.0 - used_bytes / taken_bytes if taken_bytes else 0.0
     return CacheUse(allocated, per_token, used_bytes, waste)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvlab.models.checkpoints.errors import CheckpointError
+
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
 
@@ -52,3 +54,34 @@ def stories260k(golden_script: Callable, data_path: Callable) -> tuple:
     script = golden_script("stories260k")
     path = data_path("tinylm/stories260K/stories260K.bin")
     return (*script.load_stories260k(path), script)
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(golden_script: Callable) -> types.ModuleType:
+    """tests/goldens/tiny_gguf.py."""
+    return golden_script("tiny_gguf")
+
+
+@pytest.fixture
+def llama(tiny_gguf: types.ModuleType, tiny_families: types.ModuleType) -> tuple[dict, dict]:
+    """Keys and tensors of a small llama GGUF file, to spoil."""
+    config = tiny_families.CASES["llama_sharded"].config
+    return tiny_gguf.metadata(config), tiny_gguf.tensors(
+        config, tiny_families.tensors("llama_sharded")
+    )
+
+
+@pytest.fixture(scope="session")
+def refused() -> Callable[..., str]:
+    """Expects a CheckpointError of one line that holds all the words, and gives the line."""
+
+    def refused_call(call: Callable[[], object], *words: str) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        message = str(caught.value)
+        assert "\n" not in message
+        for word in words:
+            assert word in message
+        return message
+
+    return refused_call

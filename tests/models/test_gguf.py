@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from kvlab.models.checkpoints.errors import CheckpointError
 from kvlab.models.checkpoints.gguf import load_gguf
 from kvlab.models.checkpoints.huggingface import load_huggingface
 
@@ -25,32 +24,6 @@ SAME_BOTH_WAYS = (
     "qwen3",
     "gpt2",
 )
-
-
-@pytest.fixture(scope="session")
-def tiny_gguf(golden_script):
-    """tests/goldens/tiny_gguf.py."""
-    return golden_script("tiny_gguf")
-
-
-@pytest.fixture
-def llama(tiny_gguf, tiny_families):
-    """Keys and tensors of a small llama file, to spoil."""
-    config = tiny_families.CASES["llama_sharded"].config
-    return tiny_gguf.metadata(config), tiny_gguf.tensors(
-        config, tiny_families.tensors("llama_sharded")
-    )
-
-
-def refused(call, *words: str) -> str:
-    """Expects a CheckpointError of one line that holds all the words."""
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-    return message
 
 
 def same(left: dict, right: dict) -> bool:
@@ -148,7 +121,7 @@ def test_parameters_in_bfloat16_are_rounded_once(tiny_gguf, llama, tmp_path):
     assert same(narrow, rounded)
 
 
-def test_tensors_that_are_missing_unknown_or_of_another_shape(tiny_gguf, llama, tmp_path):
+def test_tensors_that_are_missing_unknown_or_of_another_shape(tiny_gguf, llama, tmp_path, refused):
     keys, arrays = llama
 
     def load(**changes) -> None:
@@ -165,7 +138,7 @@ def test_tensors_that_are_missing_unknown_or_of_another_shape(tiny_gguf, llama, 
     refused(lambda: load(blk__0__attn_q__bias=np.ones(84, np.float32)), "blk.0.attn_k.bias")
 
 
-def test_fused_projections_of_gpt2(tiny_gguf, tiny_families, tmp_path):
+def test_fused_projections_of_gpt2(tiny_gguf, tiny_families, tmp_path, refused):
     config = tiny_families.CASES["gpt2"].config
     keys = tiny_gguf.metadata(config)
     arrays = tiny_gguf.tensors(config, tiny_families.tensors("gpt2"))

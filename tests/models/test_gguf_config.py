@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from kvlab.models.checkpoints.errors import CheckpointError
 from kvlab.models.checkpoints.gguf import load_gguf
 from kvlab.models.checkpoints.gguf_config import read_config
 from kvlab.models.checkpoints.gguf_file import open_gguf
@@ -18,32 +17,6 @@ from kvlab.ops.rope import (
     attention_factor,
     inverse_frequencies,
 )
-
-
-@pytest.fixture(scope="session")
-def tiny_gguf(golden_script):
-    """tests/goldens/tiny_gguf.py."""
-    return golden_script("tiny_gguf")
-
-
-@pytest.fixture
-def llama(tiny_gguf, tiny_families):
-    """Keys and tensors of a small llama file, to spoil."""
-    config = tiny_families.CASES["llama_sharded"].config
-    return tiny_gguf.metadata(config), tiny_gguf.tensors(
-        config, tiny_families.tensors("llama_sharded")
-    )
-
-
-def refused(call, *words: str) -> str:
-    """Expects a CheckpointError of one line that holds all the words."""
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-    return message
 
 
 def test_gemma2_of_46_layers_scales_queries_by_width_over_heads(tiny_gguf, tiny_families, tmp_path):
@@ -143,7 +116,7 @@ def test_frequency_divisors_of_1_are_no_scaling(tiny_gguf, llama, tmp_path):
         [1, 1, 1],
     ],
 )
-def test_frequency_divisors_that_are_not_llama_3s(divisors, tiny_gguf, llama, tmp_path):
+def test_frequency_divisors_that_are_not_llama_3s(divisors, tiny_gguf, llama, tmp_path, refused):
     keys, arrays = llama
     arrays["rope_freqs.weight"] = np.asarray(divisors, np.float32)
     path = tiny_gguf.write(tmp_path / "m.gguf", "llama", keys, arrays)
@@ -198,13 +171,13 @@ def test_what_old_files_leave_out_has_the_meaning_of_llama_cpp(tiny_gguf, llama,
         ({"block_count": 1}, ["no llama decoder uses: blk.1."]),
     ],
 )
-def test_keys_that_are_wrong_or_not_supported(change, words, tiny_gguf, llama, tmp_path):
+def test_keys_that_are_wrong_or_not_supported(change, words, tiny_gguf, llama, tmp_path, refused):
     keys, arrays = llama
     path = tiny_gguf.write(tmp_path / "m.gguf", "llama", keys | change, arrays)
     refused(lambda: load_gguf(path), "m.gguf", *words)
 
 
-def test_scaling_twice(tiny_gguf, llama, tmp_path):
+def test_scaling_twice(tiny_gguf, llama, tmp_path, refused):
     keys, arrays = llama
     arrays["rope_freqs.weight"] = np.ones(7, np.float32)
     keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
@@ -223,7 +196,7 @@ def test_scaling_twice(tiny_gguf, llama, tmp_path):
         "attention.layer_norm_rms_epsilon",
     ],
 )
-def test_a_missing_key(key, tiny_gguf, llama, tmp_path):
+def test_a_missing_key(key, tiny_gguf, llama, tmp_path, refused):
     keys, arrays = llama
     del keys[key]
     path = tiny_gguf.write(tmp_path / "m.gguf", "llama", keys, arrays)

@@ -4,7 +4,6 @@ import gguf
 import numpy as np
 import pytest
 
-from kvlab.models.checkpoints.errors import CheckpointError
 from kvlab.models.checkpoints.gguf import load_gguf
 from kvlab.models.checkpoints.gguf_file import copy_metadata, open_gguf
 
@@ -15,32 +14,6 @@ DEQUANTISABLE = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4", "IQ4_NL", "IQ4_XS"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
 )
-
-
-@pytest.fixture(scope="session")
-def tiny_gguf(golden_script):
-    """tests/goldens/tiny_gguf.py."""
-    return golden_script("tiny_gguf")
-
-
-@pytest.fixture
-def llama(tiny_gguf, tiny_families):
-    """Keys and tensors of a small llama file, to spoil."""
-    config = tiny_families.CASES["llama_sharded"].config
-    return tiny_gguf.metadata(config), tiny_gguf.tensors(
-        config, tiny_families.tensors("llama_sharded")
-    )
-
-
-def refused(call, *words: str) -> str:
-    """Expects a CheckpointError of one line that holds all the words."""
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-    return message
 
 
 @pytest.mark.parametrize("kind", QUANTISABLE)
@@ -68,7 +41,7 @@ def test_every_quantisation_that_the_package_dequantises(kind, tiny_gguf, tmp_pa
     assert np.array_equal(got, wanted)
 
 
-def test_files_that_are_not_whole_gguf_models(tiny_gguf, llama, tmp_path):
+def test_files_that_are_not_whole_gguf_models(tiny_gguf, llama, tmp_path, refused):
     path = tiny_gguf.write(tmp_path / "m.gguf", "llama", *llama)
     whole = path.read_bytes()
     for content, words in (
@@ -86,7 +59,7 @@ def test_files_that_are_not_whole_gguf_models(tiny_gguf, llama, tmp_path):
     refused(lambda: load_gguf(tmp_path), "cannot be read")
 
 
-def test_what_the_header_may_not_say(tiny_gguf, llama, tmp_path):
+def test_what_the_header_may_not_say(tiny_gguf, llama, tmp_path, refused):
     keys, arrays = llama
     path = tiny_gguf.write(tmp_path / "m.gguf", "phi3", {}, arrays)
     refused(lambda: load_gguf(path), "'phi3'", "supported: llama, qwen2, qwen3, gemma2, gpt2")
@@ -112,7 +85,7 @@ def test_what_the_header_may_not_say(tiny_gguf, llama, tmp_path):
         refused(lambda: load_gguf(path), "blk.0.attn_q.weight", *words)
 
 
-def test_metadata_that_is_cut_short_or_of_an_unknown_type(tiny_gguf, tmp_path):
+def test_metadata_that_is_cut_short_or_of_an_unknown_type(tiny_gguf, tmp_path, refused):
     tokens = {"tokenizer.ggml.tokens": ["first", "second", "third"], "nested": [[1, 2], [3, 4]]}
     path = tiny_gguf.write(tmp_path / "m.gguf", "llama", {}, {}, other_keys=tokens)
     assert [row.tolist() for row in open_gguf(path).metadata["nested"]] == [[1, 2], [3, 4]]
@@ -124,7 +97,7 @@ def test_metadata_that_is_cut_short_or_of_an_unknown_type(tiny_gguf, tmp_path):
     refused(lambda: open_gguf(path), "metadata of the unknown type 77")
 
 
-def test_the_reader_agrees_with_the_package(tiny_gguf, llama, tmp_path):
+def test_the_reader_agrees_with_the_package(tiny_gguf, llama, tmp_path, refused):
     keys, arrays = llama
     other = {
         "tokenizer.ggml.tokens": ["a", "ğ", "🙂", ""],
