@@ -45,8 +45,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _guarded("kvlab", lambda: print(_overview(known)))
     name, *rest = arguments
     if name not in known:
-        nearest = _nearest(name.lstrip("-"), known)
-        return _complain("kvlab", f"there is no command {name!r}; did you mean {nearest!r}?")
+        near = difflib.get_close_matches(name.lstrip("-"), list(known), n=1)
+        advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        return _complain("kvlab", f"there is no command {name!r}; {advice}")
     return execute(importlib.import_module(f"kvlab.experiments.{name}"), rest)
 
 
@@ -118,7 +119,7 @@ def _guarded(program: str, action: Callable[[], int | None], *, debug: bool = Fa
         # JAX's own class, which is not imported for this. Anything else is a fault of the program.
         if debug or not any(mark in str(error) for mark in _OUT_OF_MEMORY):
             raise
-        advice = "use fewer --slots, a smaller --max_length or a smaller --chunk"
+        advice = "use fewer slots, or a smaller max_length, chunk or page_size"
         return _complain(program, f"out of memory ({_message(error)}); {advice}", _COMMAND_ERROR)
 
 

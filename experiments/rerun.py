@@ -8,6 +8,8 @@ status is 1 where a deterministic metric differs, or a row is missing or failed.
 
 import pathlib
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from kvlab.experiments.flags import command_flags
 from kvlab.experiments.main import execute
@@ -20,7 +22,7 @@ FLAGS = command_flags(out="the new run folder; RUN_FOLDER-rerun if not given")
 def main(argv: list[str]) -> int:
     """Runs the experiment of a run folder again and compares the rows."""
     from kvlab.models.load import load_model
-    from kvlab.research.comparison import compare_rows
+    from kvlab.research.comparison import compare_rows, timing_ratios
     from kvlab.research.experiment import Sweep
     from kvlab.research.results import RunFolder, read_manifest, read_rows
     from kvlab.research.sweep import run_sweep, sweep_points
@@ -32,6 +34,7 @@ def main(argv: list[str]) -> int:
     if manifest["command"] != "sweep":
         raise ValueError(f"{source} is a run of {manifest['command']!r}; rerun repeats sweeps")
     sweep = Sweep.from_json(manifest["config"])
+    points = list(sweep_points(sweep))
     out = pathlib.Path(FLAGS.out or source.with_name(f"{source.name}-rerun"))
     with RunFolder.open(
         out,
@@ -39,19 +42,29 @@ def main(argv: list[str]) -> int:
         config=sweep.to_json(),
         seeds=(sweep.seed,),
         argv=manifest["argv"],
-        points=len(list(sweep_points(sweep))),
+        points=len(points),
         title=manifest.get("title", ""),
         question=manifest.get("question", ""),
     ) as folder:
+        if all(folder.finished(point.settings, sweep.seed) for point in points):
+            print(f"{out} is finished already, so nothing is measured; --out names another folder")
         rows = run_sweep(sweep, load_model(sweep.model), folder)
     status = present(out, rows)
     comparisons = compare_rows(read_rows(source), rows)
     print()
     for comparison in comparisons:
-        print(comparison.describe())
+        if comparison.differs:
+            print(f"{_label(comparison.config)}: {comparison.describe()}")
+    print(f"timings, new over old: {timing_ratios(comparisons) or 'none to compare'}")
     differing = sum(comparison.differs for comparison in comparisons)
     print(f"{differing} of {len(comparisons)} rows differ from {source}")
     return 1 if differing else status
+
+
+def _label(config: Mapping[str, Any]) -> str:
+    """A point in a few words."""
+    names = ("attention", "placement", "page_size", "storage", "batch_size")
+    return " ".join(f"{name}={config[name]}" for name in names if name in config)
 
 
 if __name__ == "__main__":

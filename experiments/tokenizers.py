@@ -42,6 +42,7 @@ FLAGS = command_flags(
 def main(argv: list[str]) -> None:
     """Prints the tables that the flags ask for."""
     del argv
+    from kvlab.research.prompts import check_unicode
     from kvlab.research.token_tables import (
         count_table,
         piece_table,
@@ -53,14 +54,22 @@ def main(argv: list[str]) -> None:
         raise ValueError("--model shows the vectors of a text; give one with --text")
     tokenizers, embedding = _model() if FLAGS.model else (_tokenizers(), None)
     if FLAGS.text is not None:
+        check_unicode(FLAGS.text, "--text")
         blocks = [
-            piece_table(name, tokenizer, FLAGS.text, embedding, FLAGS.neighbours)
+            piece_table(name, tokenizer, FLAGS.text, embedding, FLAGS.neighbours, _width(name))
             for name, tokenizer in tokenizers.items()
         ]
         print("\n\n".join(blocks))
     if FLAGS.text is None or FLAGS.text_file:
         texts = read_texts(FLAGS.text_file) if FLAGS.text_file else project_texts()
         print(count_table(tokenizers, texts))
+
+
+def _width(name: str) -> int | None:
+    """Width of the vectors of the published model that a tokenizer is named after, if it is."""
+    from kvlab.models.presets import PRESETS
+
+    return PRESETS[name].embed_dim if name in PRESETS else None
 
 
 def _tokenizers() -> "dict[str, Tokenizer]":

@@ -112,7 +112,7 @@ class PageTable:
             raise ValueError(
                 f"num_pages={num_pages}, pages_per_sequence={pages_per_sequence} and "
                 f"page_size={page_size} give {largest} token slots, more than int32 can number; "
-                "use fewer pages"
+                "use fewer pages: fewer slots, or shorter sequences"
             )
         return cls(
             page_indices=jnp.full((num_sequences, pages_per_sequence), num_pages, jnp.int32),

@@ -6,6 +6,7 @@ to the machine and the moment, so they are shown as ratios and never make a row 
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,6 +49,19 @@ class RowComparison:
             f"{name} was {_shown(old)}, is {_shown(new)}"
             for name, (old, new) in self.differences.items()
         )
+
+
+def timing_ratios(comparisons: Iterable[RowComparison]) -> str:
+    """The timings of the second run over those of the first: median over points, and the range."""
+    ratios: dict[str, list[float]] = {}
+    for comparison in comparisons:
+        for name, ratio in comparison.timing_ratios.items():
+            ratios.setdefault(name, []).append(ratio)
+    told = (
+        f"{name} x{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+        for name, values in ratios.items()
+    )
+    return ", ".join(told)
 
 
 def is_timing(metric: str) -> bool:

@@ -106,8 +106,13 @@ class Sweep:
                 raise ValueError(f"{name}={getattr(self, name)} given; it must be 1 or more")
         if min(self.batch_sizes) < 1:
             raise ValueError(f"batch_sizes={self.batch_sizes} given; each must be 1 or more")
-        if self.quality_tokens is not None and self.quality_tokens < 0:
-            raise ValueError(f"quality_tokens={self.quality_tokens} given; use 0 for no quality")
+        if self.quality_tokens is not None and (
+            self.quality_tokens < 0 or self.quality_tokens == 1
+        ):
+            raise ValueError(
+                f"quality_tokens={self.quality_tokens} given; use 0 for no quality, or 2 or more: "
+                "the first token of a text has nothing to be predicted from"
+            )
         if self.prompt_tokens + self.decode_tokens > self.max_length:
             raise ValueError(
                 f"prompt_tokens={self.prompt_tokens} and decode_tokens={self.decode_tokens} do not "

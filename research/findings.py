@@ -167,9 +167,10 @@ def _quality(points: Points) -> list[str]:
     sentences = []
     if exact:
         bound = f"{max(*exact.values(), 1e-8):.0e}".replace("e-0", "e-")
+        gives, change = ("gives", "it changes") if len(exact) == 1 else ("give", "they change")
         sentences.append(
-            f"{combined_label(list(exact))} give the oracle's predictions up to "
-            f"rounding (KL at most {bound} nats): they change the cost and not the output."
+            f"{combined_label(list(exact))} {gives} the oracle's predictions up to rounding (KL at "
+            f"most {bound} nats): {change} the cost and not the output."
         )
     by_attention: dict[str, list[Variant]] = {}
     for variant in worst:

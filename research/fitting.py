@@ -33,7 +33,7 @@ def fitting_config(
       needed: tokens of the longest; what is past the model's context is left out.
       slots: sequences side by side; None is all of them up to 8.
       max_length: most tokens of a sequence; None is `needed`, rounded up.
-      chunk: tokens of a row of one prefill call; None is 128, or less where texts are shorter.
+      chunk: most tokens of a row of one prefill call; None is 128. Less where texts are shorter.
       implementation: of attention; None is the best available.
 
     Raises:
@@ -43,13 +43,13 @@ def fitting_config(
     if max_length is None:
         max_length = min(_rounded(needed, recomputes), model.max_length)
     if chunk is None:
-        chunk = max_length if recomputes else min(_CHUNK, max_length)
+        chunk = max_length if recomputes else _CHUNK
     return InferenceConfig(
         model,
         spec,
         slots=slots or min(sequences, _MAX_SLOTS),
         max_length=max_length,
-        chunk=chunk,
+        chunk=chunk if recomputes else min(chunk, max_length),
         implementation=implementation,
     )
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig
 from kvlab.ops.attention import resolve_implementation
-from kvlab.ops.specs import CacheSpec, Recompute, assign_tables
+from kvlab.ops.specs import CacheSpec, Paged, Recompute, assign_tables
 from kvlab.research.cache import Cache, init_cache
 
 
@@ -65,6 +65,16 @@ class InferenceConfig:
                 "one per layer"
             )
         object.__setattr__(self, "specs", assign_tables(specs))
+        for spec in specs:
+            if (
+                isinstance(spec.placement, Paged)
+                and spec.placement.page_size > self.model.max_length
+            ):
+                raise ValueError(
+                    f"page_size={spec.placement.page_size} is past the model's context of "
+                    f"{self.model.max_length} tokens, so no sequence would fill a page; use "
+                    f"page_size={self.model.max_length} or less"
+                )
         if self.recomputes and self.chunk != self.max_length:
             raise ValueError(
                 f"placement=recompute with chunk={self.chunk} and max_length={self.max_length}: "

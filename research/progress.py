@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -120,11 +121,21 @@ def progress(
         The object whose `advance` the work calls.
     """
     target = sys.stderr if stream is None else stream
-    shown = (_Bar if target.isatty() else _Lines)(total, description, done, unit, target)
+    shown = (_Bar if _has_width(target) else _Lines)(total, description, done, unit, target)
     try:
         yield shown
     finally:
         shown.close()
+
+
+def _has_width(stream: TextIO) -> bool:
+    """Whether a bar can be drawn: on a terminal, unless that says that it is 0 columns wide."""
+    if not stream.isatty():
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:  # no file behind the stream: its width is not known
+        return True
 
 
 def _clock(seconds: float) -> str:

@@ -38,16 +38,25 @@ def encode_prompts(
     prompts = []
     for number, text in enumerate(texts, 1):
         assert tokenizer is not None
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"prompt {number} is not UTF-8 text") from None
+        check_unicode(text, f"prompt {number}")
         if chat:
             ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
         else:
             ids = tokenizer.encode(text, add_bos=tokenizer.adds_bos)
         prompts.append(Prompt(tuple(ids), text))
     return prompts
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Refuses a text of the command line whose bytes were not UTF-8.
+
+    Raises:
+      ValueError: it cannot be encoded; `name` says which text it is.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is not UTF-8 text; give it in UTF-8") from None
 
 
 def read_prompt(path: str | os.PathLike[str]) -> str:
@@ -73,9 +82,14 @@ def parse_ids(written: str) -> list[Prompt]:
     Raises:
       ValueError: anything else, or an empty list.
     """
-    if not written.lstrip().startswith("["):
-        written = f"[{written}]"
-    value = _parsed(written, "prompt_ids")
+    shown = written if len(written) <= 40 else f"{written[:40]}..."
+    form = written if written.lstrip().startswith("[") else f"[{written}]"
+    try:
+        value = json.loads(form)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"prompt_ids={shown!r} is no list of token ids; write 1,2,3, or {_FORM} for several"
+        ) from None
     if not (value and isinstance(value, list) and all(isinstance(one, list) for one in value)):
         value = [value]
     return [Prompt(ids) for ids in _token_lists(value, "prompt_ids")]

@@ -132,12 +132,16 @@ def count_table(tokenizers: Mapping[str, Tokenizer], texts: Mapping[str, Sequenc
     return "\n".join([format_table(rows, list(rows[0])), "", head, *sentences])
 
 
+_SHOW = "--model=MODEL shows what they lie near"
+
+
 def piece_table(
     name: str,
     tokenizer: Tokenizer,
     text: str,
     embedding: np.ndarray | None = None,
     neighbours: int = 5,
+    width: int | None = None,
 ) -> str:
     """Shows how a text is cut, and what the vectors of its tokens lie near.
 
@@ -147,6 +151,7 @@ def piece_table(
       text: the text.
       embedding: [V, D] float, the model's token vectors; None shows pieces and ids alone.
       neighbours: nearest tokens to show for each.
+      width: of the vectors, where it is known without them.
 
     Returns:
       A heading, a table with one row per token, and the shape of the vectors.
@@ -161,7 +166,8 @@ def piece_table(
         {"piece": one.piece, "id": str(one.token_id), "adds": _quoted(one.raw)} for one in found
     ]
     if embedding is None:
-        shape = f"vectors: [{len(found)}, D] for a model of width D; --model=MODEL shows them"
+        of = f"D] for a model of width D; {_SHOW}" if width is None else f"{width}]; {_SHOW}"
+        shape = f"vectors: [{len(found)}, {of}"
     else:
         size, width = embedding.shape
         shape = (

@@ -93,7 +93,7 @@ def test_a_folder_without_a_tokenizer_takes_ids_and_gives_ids(kvlab, tiny_folder
         ([], "no prompt given; use --prompt, --prompt_file or --prompt_ids"),
         (["--prompt="], "prompt 1 is empty"),
         (["--prompt_ids=[]"], "list 1 is empty"),
-        (["--prompt_ids=1,x"], "prompt_ids is not a list of token ids"),
+        (["--prompt_ids=1,x"], "is no list of token ids; write 1,2,3"),
         (["--prompt_ids=1,258"], "token id 258, which is out of range; the model's ids are 0 to"),
         (["--prompt_ids=-1"], "token id -1, which is out of range"),
         (

@@ -124,8 +124,8 @@ def test_flags_may_follow_arguments_and_start_from_defaults_each_time():
         (FileNotFoundError("no tokenizer at x"), "no tokenizer at x"),
         (MemoryError(), "MemoryError"),
         (main.FetchError("get it"), "get it"),
-        (RuntimeError("RESOURCE_EXHAUSTED: allocating 9 bytes."), "--slots"),
-        (RuntimeError("INTERNAL: Out of memory allocating 9 bytes."), "--slots"),
+        (RuntimeError("RESOURCE_EXHAUSTED: allocating 9 bytes."), "fewer slots"),
+        (RuntimeError("INTERNAL: Out of memory allocating 9 bytes."), "fewer slots"),
     ],
 )
 def test_an_error_of_the_user_or_the_machine_is_one_line(capsys, error, line):

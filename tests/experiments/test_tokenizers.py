@@ -50,7 +50,10 @@ def test_one_text_is_shown_in_pieces(kvlab):
     shown = kvlab("tokenizers", "--tokenizer=bytes", "--text=LLM mimarisi hızlıdır")
     assert shown.status == 0
     assert shown.out.startswith("bytes: 24 tokens, 3 words, 24 bytes\n")
-    assert "vectors: [24, D] for a model of width D; --model=MODEL shows them" in shown.out
+    assert (
+        "vectors: [24, D] for a model of width D; --model=MODEL shows what they lie near"
+        in shown.out
+    )
     assert "words/token" not in shown.out
 
 

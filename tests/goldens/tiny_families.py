@@ -46,6 +46,8 @@ _LLAMA = {
     "use_cache": True,
 }
 _MHA = {"hidden_size": 65, "num_attention_heads": 5, "num_key_value_heads": 5}
+_MQA = {"num_key_value_heads": 1}
+_TIED = {"tie_word_embeddings": True}
 _NO_BIAS_FIELDS = {"attention_bias", "mlp_bias"}
 _MISTRAL = {k: v for k, v in _LLAMA.items() if k not in _NO_BIAS_FIELDS} | {
     "model_type": "mistral",
@@ -129,8 +131,8 @@ _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 17}
 CASES: dict[str, Case] = {
     "llama_mha": Case(_LLAMA | _MHA, rows=2),
     "llama_gqa": Case(_respelled(_LLAMA, {"rope_type": "default", "rope_theta": 500.0}), rows=2),
-    "llama_mqa": Case(_LLAMA | _MHA | {"num_key_value_heads": 1}, rows=2),
-    "llama_tied": Case(_LLAMA | {"tie_word_embeddings": True}),
+    "llama_mqa": Case(_LLAMA | _MHA | _MQA, rows=2),
+    "llama_tied": Case(_LLAMA | _TIED),
     "llama_biases": Case(_LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "llama_sharded": Case(_LLAMA, shards=3, buffers=True),
     "llama_linear": _scaled(type="linear", factor=2.5),
@@ -167,9 +169,15 @@ CASES: dict[str, Case] = {
         like="llama_sharded",
     ),
     "mistral_window": Case(_MISTRAL, like="llama_sharded"),
+    "mistral_mha_tied": Case(_MISTRAL | _MHA | _TIED, shards=2),
+    "mistral_mqa": Case(_MISTRAL | _MHA | _MQA),
     "qwen2": Case(_QWEN2),
+    "qwen2_mha_sharded": Case(_QWEN2 | _MHA, shards=2),
+    "qwen2_mqa_untied": Case(_QWEN2 | _MHA | _MQA | {"tie_word_embeddings": False}),
     "qwen2_windows": Case(_QWEN2 | {"use_sliding_window": True}, like="qwen2"),
     "qwen3": Case(_QWEN3),
+    "qwen3_mha_tied": Case(_QWEN3 | _MHA | _TIED, shards=2),
+    "qwen3_mqa": Case(_QWEN3 | _MHA | _MQA),
     "qwen3_layer_types": Case(
         _respelled(_QWEN3, {"rope_type": "default", "rope_theta": 1000000.0})
         | {
@@ -179,7 +187,10 @@ CASES: dict[str, Case] = {
         }
     ),
     "gemma2": Case(_GEMMA2),
+    "gemma2_mha_sharded": Case(_GEMMA2 | _MHA, shards=2),
+    "gemma2_mqa": Case(_GEMMA2 | _MHA | _MQA),
     "gpt2": Case(_GPT2, buffers=True),
+    "gpt2_sharded": Case(_GPT2, shards=2),
     "gpt2_variant": Case(
         _GPT2
         | {

@@ -217,6 +217,10 @@ class TestConfig:
                 for field in ("slots", "max_length", "rows", "chunk", "decode_steps")
             ),
             ({"num_pages": 0}, "num_pages=0 given; it must be 1 or more, or None"),
+            (
+                {"specs": CacheSpec(Paged(152))},
+                "page_size=152 is past .* use page_size=151 or less",
+            ),
             ({"max_length": 152}, "max_length=152 is past .* context of 151 tokens; use 151"),
             ({"specs": PER_LAYER[:2]}, "2 cache specs for 3 layers; give one spec, or one per"),
             (

@@ -79,6 +79,14 @@ class TestTerminal:
             shown.advance("x")
         assert "a point failed\n" in stream.getvalue()
 
+    def test_a_terminal_without_a_width_gets_lines(self, monkeypatch):
+        stream, size = Terminal(), progress_module.os.terminal_size((0, 0))
+        monkeypatch.setattr(stream, "fileno", lambda: 2)
+        monkeypatch.setattr(progress_module.os, "get_terminal_size", lambda descriptor: size)
+        with progress(1, "sweep", stream=stream) as shown:
+            shown.advance("gqa paged")
+        assert stream.getvalue().splitlines()[0] == "sweep: 0/1"
+
     def test_bar_is_closed_when_the_work_raises(self):
         stream = Terminal()
         with pytest.raises(KeyError), progress(4, "sweep", stream=stream):

@@ -31,10 +31,10 @@ def test_ids_are_read_in_each_form(written, ids):
 @pytest.mark.parametrize(
     ("written", "told"),
     [
-        ("1,,2", "not a list of token ids: Expecting value"),
-        ("one", "not a list of token ids"),
-        ("[1, 2", "not a list of token ids"),
-        ("[" * 100_000, "not a list of token ids"),
+        ("1,,2", "is no list of token ids; write 1,2,3"),
+        ("one", "prompt_ids='one' is no list of token ids"),
+        ("[1, 2", "is no list of token ids"),
+        ("[" * 100_000, "is no list of token ids"),
         ("", "list 1 is empty"),
         ("[]", "list 1 is empty"),
         ("[[1], []]", "list 2 is empty"),

@@ -98,3 +98,15 @@ def test_contiguous_and_paged_write_what_recompute_would(model, prompts, baselin
             best = trace.logits[:, slot].argmax(-1)
             np.testing.assert_array_equal(best[clear], logits.argmax(-1)[clear])
     assert clear_positions >= 40  # of 45
+
+
+def test_all_placements_decode_the_same_greedy_tokens_in_one_batch(model, prompts, baseline):
+    tokens = {}
+    for placement in (Recompute(), Contiguous()):
+        whole = {"chunk": MAX_LENGTH} if placement == Recompute() else {}
+        session = session_of(model, placement, **whole)
+        session.prefill(prompts)
+        tokens[placement] = session.decode(2)  # a step of recompute computes all texts again
+    for slot in prompts:
+        for continued in tokens.values():
+            assert continued[slot].tokens == baseline.tokens[slot][:2]

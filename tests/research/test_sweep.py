@@ -140,6 +140,7 @@ def test_cross_runs_equal_points_once():
         ("batch_sizes", (0,)),
         ("batch_sizes", (0, 1)),
         ("quality_tokens", -1),
+        ("quality_tokens", 1),
         ("prompt_tokens", 64),
         ("variants", ()),
     ],

@@ -111,6 +111,7 @@ def test_pieces_have_ids_and_what_they_add():
         ["<0xB1>", "177", "<0xB1>"],
     ]
     assert lines[-1].startswith("vectors: [3, D] for a model of width D")
+    assert "vectors: [3, 576]; " in piece_table("bytes", ByteTokenizer(), "aı", width=576)
     with pytest.raises(ValueError, match="the text is empty"):
         piece_table("bytes", ByteTokenizer(), "")
 
