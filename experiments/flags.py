@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from absl import flags as absl_flags
 
-from kvlab.ops.specs import PLACEMENTS, STORAGES, CacheSpec, parse_placement
+from kvlab.ops.specs import PLACEMENTS, CacheSpec, parse_placement
+from kvlab.ops.storage import STORAGES
 
 ONE: Literal["one"] = "one"
 MANY: Literal["many"] = "many"
@@ -127,7 +128,7 @@ _AXES = {
         choice(*PLACEMENTS), "NAME", f"where keys and values lie: {', '.join(PLACEMENTS)}"
     ),
     "page_size": Flag(whole(1), "N", "tokens a page, with placement paged"),
-    "storage": Flag(choice(*STORAGES), "DTYPE", f"of keys and values: {', '.join(STORAGES)}"),
+    "storage": Flag(choice(*STORAGES), "FORM", f"of keys and values: {', '.join(STORAGES)}"),
 }
 _IMPLEMENTATION = Flag(
     _implementation, "NAME", "of attention: chunked or reference; the best one if not given"

@@ -7,7 +7,8 @@ may differ between layers. Specs are static under `jax.jit`; arrays live in `kvl
 import dataclasses
 from collections.abc import Sequence
 
-STORAGES = ("float32", "bfloat16")
+from kvlab.ops.storage import STORAGES
+
 PLACEMENTS = ("recompute", "contiguous", "paged")
 
 
@@ -82,7 +83,7 @@ class CacheSpec:
 
     Args:
       placement: where keys and values lie.
-      storage: the dtype they are stored in, one of `STORAGES`.
+      storage: the form they are stored in, one of `kvlab.ops.storage.STORAGES`.
       table: index of the table (`Cache.tables`) that maps this layer's tokens; `assign_tables`
         sets it. Layers with the same mapping share a table.
 

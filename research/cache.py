@@ -72,7 +72,7 @@ def cache_use(cache: Cache, specs: Sequence[CacheSpec]) -> CacheUse | None:
             taken, filled = _page_slots(table)
         else:
             assert isinstance(layer, ContiguousCache)
-            num_sequences, _, _, row = layer.key.shape  # a row is whole read blocks
+            num_sequences, row = len(layer.key["codes"]), layer.capacity  # whole read blocks
             slots, capacity = num_sequences * row, num_sequences * table.capacity
             lengths = np.asarray(table.lengths)
             taken, filled = int((lengths > 0).sum()) * row, int(lengths.sum())
@@ -122,14 +122,13 @@ def init_cache(
         return RowTable.init(slots, max_length)
 
     def layer(spec: CacheSpec, num_kv_heads: int) -> LayerCache:
-        dtype = jnp.dtype(spec.storage)
         if isinstance(spec.placement, Paged):
             page_size = spec.placement.page_size
             count, _ = pages(page_size)
-            return PagedCache.init(count, page_size, num_kv_heads, model.head_dim, dtype)
+            return PagedCache.init(count, page_size, num_kv_heads, model.head_dim, spec.storage)
         if isinstance(spec.placement, Recompute):
             return RecomputeCache()
-        return ContiguousCache.init(slots, max_length, num_kv_heads, model.head_dim, dtype)
+        return ContiguousCache.init(slots, max_length, num_kv_heads, model.head_dim, spec.storage)
 
     recomputes = isinstance(specs[0].placement, Recompute)
     return Cache(

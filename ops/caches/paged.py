@@ -15,6 +15,7 @@ from kvlab.ops.attention import READ_BLOCK, AttentionOptions
 from kvlab.ops.caches.protocol import Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_in_order, written_indices
 from kvlab.ops.page_table import PageTable
+from kvlab.ops.storage import Stored, decode, empty, encode
 
 
 @jax.tree_util.register_dataclass
@@ -24,34 +25,45 @@ class PagedCache:
 
     __no_type_check__ = True  # as in PageTable
 
-    k_pages: jax.Array  # [P, K, H, p]
-    v_pages: jax.Array  # [P, K, p, H]
+    k_pages: Stored  # [P, K, H, p]
+    v_pages: Stored  # [P, K, p, H]
+    storage: str = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def init(
-        cls,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: jnp.dtype,
+        cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, storage: str
     ) -> "PagedCache":
         """An empty pool of `num_pages` pages of `page_size` tokens."""
+        heads = num_pages, num_kv_heads
         return cls(
-            jnp.zeros((num_pages, num_kv_heads, head_dim, page_size), dtype),
-            jnp.zeros((num_pages, num_kv_heads, page_size, head_dim), dtype),
+            empty((*heads, head_dim, page_size), 2, storage),
+            empty((*heads, page_size, head_dim), 3, storage),
+            storage,
         )
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page (p)."""
+        return self.k_pages["codes"].shape[3]
 
     def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> "PagedCache":
         """Stores the step's written tokens; see `LayerCache.write`."""
-        num_pages, _, _, page_size = self.k_pages.shape
+        num_slots = self.k_pages["codes"].shape[0] * self.page_size
         slots = _paged(table).flat_slots(written_indices(step, table))
-        slots = jnp.where(step.write, slots, num_pages * page_size)
-        page, offset = slots // page_size, slots % page_size
-        dtype = self.k_pages.dtype
-        return type(self)(
-            self.k_pages.at[page, :, :, offset].set(key.astype(dtype), mode="drop"),
-            self.v_pages.at[page, :, offset, :].set(value.astype(dtype), mode="drop"),
+        slots = jnp.where(step.write, slots, num_slots)
+        return self._set(slots, encode(key, self.storage), encode(value, self.storage))
+
+    def _set(self, slots: jax.Array, key: Stored, value: Stored) -> "PagedCache":
+        """Stores tokens at flat slots (page * p + offset); those past the end are dropped."""
+        page, offset = slots // self.page_size, slots % self.page_size
+        return dataclasses.replace(
+            self,
+            k_pages=jax.tree.map(
+                lambda a, new: a.at[page, :, :, offset].set(new, mode="drop"), self.k_pages, key
+            ),
+            v_pages=jax.tree.map(
+                lambda a, new: a.at[page, :, offset, :].set(new, mode="drop"), self.v_pages, value
+            ),
         )
 
     def attend(
@@ -65,20 +77,27 @@ class PagedCache:
     ) -> tuple[jax.Array, "PagedCache"]:
         """Writes, then reads what is stored; see `LayerCache.attend`."""
         cache = self.write(key, value, step, table)
-        _, num_kv_heads, head_dim, page_size = self.k_pages.shape
-        block_pages = -(-READ_BLOCK // page_size)
-        block = block_pages * page_size
+        num_kv_heads = key.shape[2]
+        block_pages = -(-READ_BLOCK // self.page_size)
+        block = block_pages * self.page_size
         page_indices = _padded_page_indices(_paged(table), block_pages)
 
         def read(index: jax.Array) -> tuple[jax.Array, jax.Array]:
             start = index * block_pages
             pages = jax.lax.dynamic_slice_in_dim(page_indices, start, block_pages, axis=1)
+
             # Unmapped pages are clamped: they are masked, and a clamped gather needs no fill pass.
-            keys = cache.k_pages.at[pages].get(mode="clip")  # [B, n, K, H, p]
-            values = cache.v_pages.at[pages].get(mode="clip")  # [B, n, K, p, H]
+            def keys(pool: jax.Array) -> jax.Array:  # [B, n, K, H, p] to [B, K, H, n * p]
+                read = pool.at[pages].get(mode="clip").transpose(0, 2, 3, 1, 4)
+                return read.reshape(*read.shape[:3], block)
+
+            def values(pool: jax.Array) -> jax.Array:  # [B, n, K, p, H] to [B, K, n * p, H]
+                read = pool.at[pages].get(mode="clip").transpose(0, 2, 1, 3, 4)
+                return read.reshape(*read.shape[:2], block, read.shape[4])
+
             return (
-                keys.transpose(0, 2, 3, 1, 4).reshape(-1, num_kv_heads, head_dim, block),
-                values.transpose(0, 2, 1, 3, 4).reshape(-1, num_kv_heads, block, head_dim),
+                decode(jax.tree.map(keys, cache.k_pages), self.storage, 2),
+                decode(jax.tree.map(values, cache.v_pages), self.storage, 3),
             )
 
         output = attend_in_order(
@@ -88,11 +107,14 @@ class PagedCache:
 
     def gather(self, table: Table) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K, H] in slot order; unmapped slots hold 0."""
-        _, num_kv_heads, head_dim, _ = self.k_pages.shape
         pages = _paged(table).page_indices
-        keys = self.k_pages.at[pages].get(mode="fill", fill_value=0)  # [B, n, K, H, p]
-        values = self.v_pages.at[pages].get(mode="fill", fill_value=0)  # [B, n, K, p, H]
-        batch = pages.shape[0]
+
+        def of_rows(pool: jax.Array) -> jax.Array:
+            return pool.at[pages].get(mode="fill", fill_value=0)
+
+        keys = decode(jax.tree.map(of_rows, self.k_pages), self.storage, 3)  # [B, n, K, H, p]
+        values = decode(jax.tree.map(of_rows, self.v_pages), self.storage, 4)  # [B, n, K, p, H]
+        batch, _, num_kv_heads, head_dim, _ = keys.shape
         return (
             keys.transpose(0, 1, 4, 2, 3).reshape(batch, -1, num_kv_heads, head_dim),
             values.transpose(0, 1, 3, 2, 4).reshape(batch, -1, num_kv_heads, head_dim),
@@ -110,14 +132,10 @@ class PagedCache:
 
     def copy(self, source: jax.Array, target: jax.Array) -> "PagedCache":
         """Copies flat token slots (page * p + offset) `source` to `target` i32[n]."""
-        page_size = self.k_pages.shape[3]
-        (page, offset), (to_page, to_offset) = divmod(source, page_size), divmod(target, page_size)
-        keys = self.k_pages.at[page, :, :, offset].get(mode="clip")
-        values = self.v_pages.at[page, :, offset, :].get(mode="clip")
-        return type(self)(
-            self.k_pages.at[to_page, :, :, to_offset].set(keys, mode="drop"),
-            self.v_pages.at[to_page, :, to_offset, :].set(values, mode="drop"),
-        )
+        page, offset = divmod(source, self.page_size)
+        keys = jax.tree.map(lambda a: a.at[page, :, :, offset].get(mode="clip"), self.k_pages)
+        values = jax.tree.map(lambda a: a.at[page, :, offset, :].get(mode="clip"), self.v_pages)
+        return self._set(target, keys, values)
 
     def nbytes(self) -> int:
         """Bytes of the pools."""

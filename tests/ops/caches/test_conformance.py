@@ -46,20 +46,24 @@ class Variant:
         return dataclasses.replace(table, free_pages=jnp.asarray(mixed))
 
     def cache(self, fill=np.nan):
-        dtype = jnp.dtype(self.storage)
         if isinstance(self.placement, Contiguous):
-            cache = ContiguousCache.init(B, MAX_LENGTH, K, H, dtype)
+            cache = ContiguousCache.init(B, MAX_LENGTH, K, H, self.storage)
         else:
             num_pages = self.table().num_pages
-            cache = PagedCache.init(num_pages, self.placement.page_size, K, H, dtype)
-        return jax.tree.map(lambda array: np.full(array.shape, fill, array.dtype), cache)
+            cache = PagedCache.init(num_pages, self.placement.page_size, K, H, self.storage)
+
+        def filled(array):
+            is_int = np.issubdtype(array.dtype, np.integer)  # it has no NaN, but its scale has
+            return np.full(array.shape, 77 if is_int and np.isnan(fill) else fill, array.dtype)
+
+        return jax.tree.map(filled, cache)
 
     def flat_slots(self, table, cache, sequence, indices):
         """Slots, as `copy` numbers them, of some tokens of a sequence."""
         if isinstance(table, PageTable):
             everywhere = jnp.broadcast_to(jnp.asarray(indices, jnp.int32), (B, len(indices)))
             return np.asarray(table.flat_slots(everywhere))[sequence]
-        return sequence * cache.key.shape[3] + np.asarray(indices, np.int32)
+        return sequence * cache.capacity + np.asarray(indices, np.int32)
 
 
 VARIANTS = [
@@ -72,6 +76,9 @@ VARIANTS = [
     Variant(Paged(16), "bfloat16"),
     Variant(Paged(64)),
     Variant(Paged(128)),
+    *(Variant(Contiguous(), storage) for storage in ("float8_e4m3fn", "int8", "int4")),
+    *(Variant(Paged(16), storage) for storage in ("float8_e4m3fn", "int8", "int4")),
+    Variant(Paged(7), "int4", implementation="reference"),
     Variant(Paged(7), implementation="reference"),
 ]
 
@@ -145,8 +152,17 @@ class Layer:
         return self.random.standard_normal(shape).astype(np.float32)
 
     def stored(self, array):
-        """What the storage keeps of an array."""
-        return np.asarray(array.astype(jnp.dtype(self.variant.storage)), np.float32)
+        """What the storage keeps of an array [.., H]: one scale for each token and head."""
+        largest = {"float8_e4m3fn": 448, "int8": 127, "int4": 7}.get(self.variant.storage)
+        if largest is None:
+            return np.asarray(array.astype(jnp.dtype(self.variant.storage)), np.float32)
+        scale = np.abs(array).max(-1, keepdims=True) * np.float32(1 / largest)
+        codes = np.clip(array / scale, -largest, largest)
+        if self.variant.storage == "float8_e4m3fn":
+            codes = codes.astype(jnp.float8_e4m3fn).astype(np.float32)
+        else:
+            codes = np.round(codes)
+        return codes * scale
 
     def step(self, counts, slots=None, write=True, chunk=CHUNK):
         """Feeds `counts[r]` tokens to each row; returns all that a test may want to see."""
@@ -285,12 +301,14 @@ def test_a_step_changes_the_slots_of_its_own_tokens_alone(variant):
     ]:
         before = layer.leaves()
         step()
-        keys, values = (
+        changed = [
             ~((old == new) | (np.isnan(old) & np.isnan(new)))
             for old, new in zip(before, layer.leaves(), strict=True)
-        )
+        ]
+        keys, values = changed[: len(changed) // 2], changed[len(changed) // 2 :]
         # Keys are [.., K, H, slots], values [.., K, slots, H].
-        assert keys.any((1, 2)).sum() == values.any((1, 3)).sum() == written
+        assert {leaf.any((1, 2)).sum() for leaf in keys} == {written}
+        assert {leaf.any((1, 3)).sum() for leaf in values} == {written}
     layer.check_stored()
 
 
@@ -345,15 +363,16 @@ def test_token_slots_can_be_copied_and_none_is_where_there_is_none(variant):
 
 def test_nbytes_is_the_bytes_of_its_arrays(variant):
     cache = variant.cache()
-    size = {"float32": 4, "bfloat16": 2}[variant.storage]
+    sizes = {"float32": 4 * H, "bfloat16": 2 * H, "int4": H // 2 + 4}
+    size = sizes.get(variant.storage, H + 4)  # with a float32 scale for each token and head
     contiguous = isinstance(variant.placement, Contiguous)
     slots = B * 192 if contiguous else variant.table().num_slots  # 192: whole read blocks of 64
-    assert cache.nbytes() == 2 * slots * K * H * size
+    assert cache.nbytes() == 2 * slots * K * size
     assert cache.nbytes() == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert array_bytes({"cache": cache, "more": jnp.zeros(3, jnp.int32)}) == cache.nbytes() + 12
 
 
 def test_a_paged_cache_refuses_a_table_without_pages():
-    cache = PagedCache.init(3, 7, K, H, jnp.dtype("float32"))
+    cache = PagedCache.init(3, 7, K, H, "float32")
     with pytest.raises(TypeError, match="a paged cache needs a PageTable, got RowTable"):
         cache.gather(RowTable.init(B, MAX_LENGTH))
