@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from absl import flags as absl_flags
 
-from kvlab.ops.specs import PLACEMENTS, CacheSpec, parse_placement
-from kvlab.ops.storage import STORAGES
+from kvlab.ops.specs import PLACEMENTS, STORAGES, CacheSpec, parse_placement
 
 ONE: Literal["one"] = "one"
 MANY: Literal["many"] = "many"

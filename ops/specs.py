@@ -7,8 +7,7 @@ may differ between layers. Specs are static under `jax.jit`; arrays live in `kvl
 import dataclasses
 from collections.abc import Sequence
 
-from kvlab.ops.storage import STORAGES
-
+STORAGES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
 PLACEMENTS = ("recompute", "contiguous", "paged")
 
 
@@ -83,7 +82,7 @@ class CacheSpec:
 
     Args:
       placement: where keys and values lie.
-      storage: the form they are stored in, one of `kvlab.ops.storage.STORAGES`.
+      storage: the form they are stored in, one of `STORAGES` (`kvlab.ops.storage`).
       table: index of the table (`Cache.tables`) that maps this layer's tokens; `assign_tables`
         sets it. Layers with the same mapping share a table.
 

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 Stored = dict[str, jax.Array]
 
-STORAGES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
 _LARGEST_CODE = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0}
 _INT4_ZERO = 8  # codes -7 to 7 are kept as 1 to 15, two of them in a uint8
 
@@ -25,7 +24,7 @@ def encode(values: Float[Array, "*batch H"], storage: str) -> Stored:
 
     Args:
       values: `[..., H] float`.
-      storage: one of `STORAGES`.
+      storage: one of `kvlab.ops.specs.STORAGES`.
 
     Returns:
       `codes`: `[..., H]` in the storage's dtype, for int4 `[..., H / 2] uint8` (value i in the low

@@ -65,7 +65,9 @@ def test_other_placements_do_not_read_the_page_size():
 
 
 def test_an_unknown_storage_lists_the_legal_ones():
-    with pytest.raises(ValueError, match=r"storage='float64' is not known; .* float32, bfloat16$"):
+    with pytest.raises(
+        ValueError, match=r"storage='float64' is not known; .* float32, bfloat16, .*int4$"
+    ):
         CacheSpec(storage="float64")
 
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvlab.ops.storage import STORAGES, decode, empty, encode
+from kvlab.ops.specs import STORAGES
+from kvlab.ops.storage import decode, empty, encode
 
 QUANTISED = {"float8_e4m3fn": 2.0**-4, "int8": 0.5 / 127, "int4": 0.5 / 7}  # step over largest
 B, T, K, H = 3, 5, 7, 22
