@@ -8,8 +8,6 @@ status is 1 where a deterministic metric differs, or a row is missing or failed.
 
 import pathlib
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from kvlab.experiments.flags import command_flags
 from kvlab.experiments.main import execute
@@ -25,7 +23,7 @@ def main(argv: list[str]) -> int:
     from kvlab.research.comparison import compare_rows, timing_ratios
     from kvlab.research.experiment import Sweep
     from kvlab.research.results import RunFolder, read_manifest, read_rows
-    from kvlab.research.sweep import run_sweep, sweep_points
+    from kvlab.research.sweep import point_label, run_sweep, sweep_points
 
     if len(argv) != 2:
         raise ValueError(f"rerun takes one run folder, {len(argv) - 1} given")
@@ -54,17 +52,11 @@ def main(argv: list[str]) -> int:
     print()
     for comparison in comparisons:
         if comparison.differs:
-            print(f"{_label(comparison.config)}: {comparison.describe()}")
+            print(f"{point_label(comparison.config)}: {comparison.describe()}")
     print(f"timings, new over old: {timing_ratios(comparisons) or 'none to compare'}")
     differing = sum(comparison.differs for comparison in comparisons)
     print(f"{differing} of {len(comparisons)} rows differ from {source}")
     return 1 if differing else status
-
-
-def _label(config: Mapping[str, Any]) -> str:
-    """A point in a few words."""
-    names = ("attention", "placement", "page_size", "storage", "batch_size")
-    return " ".join(f"{name}={config[name]}" for name in names if name in config)
 
 
 if __name__ == "__main__":

@@ -273,14 +273,17 @@ def _gumbel(
     vocab_size: int, params: SamplingParams, positions: Int[Array, "B"]
 ) -> Float[Array, "B V"]:
     """Gumbel noise, each row from a key of its own."""
-    # One cipher call a token: the request and its sample are the key, position and id the counter.
-    shape = (params.seed.shape[0], vocab_size)
+    # The request and its sample are the key of the cipher, position and id its counter. A call
+    # gives two words: those of an id, and of the id half a vocabulary on.
+    half = -(-vocab_size // 2)
+    shape = (params.seed.shape[0], half)
     seed, sample_index, position = (
         jnp.broadcast_to(column.astype(jnp.uint32)[:, None], shape)
         for column in (params.seed, params.sample_index, positions)
     )
-    ids = jnp.broadcast_to(jnp.arange(vocab_size, dtype=jnp.uint32)[None, :], shape)
-    bits, _ = jax.extend.random.threefry2x32_p.bind(seed, sample_index, position, ids)
+    ids = jnp.broadcast_to(jnp.arange(half, dtype=jnp.uint32)[None, :], shape)
+    words = jax.extend.random.threefry2x32_p.bind(seed, sample_index, position, ids)
+    bits = jnp.concatenate(words, axis=1)[:, :vocab_size]
     # Winners have a uniform near 0, where all 32 bits make steps of 2 ** -32. With the usual 23
     # no token below 1e-7 could ever win, and a large vocabulary has thousands of those.
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32

@@ -264,7 +264,8 @@ def _forward(
     if cache.texts is not None:
         return _recompute(params, config, cache, tokens, step, lengths)
     views = list(cache.tables)
-    if step.slots is not None and step.later is not None:
+    if step.slots is not None:
+        assert step.later is not None
         views = [table.rows(step.slots, step.later) for table in cache.tables]
     tables = [views[spec.table] for spec in config.layer_specs]
     hidden, layers = _apply(params, config, tokens, step, cache.layers, tables, lengths)

@@ -23,7 +23,7 @@ class InferenceConfig:
       specs: the cache of each layer; one `CacheSpec` stands for all layers.
       slots: sequences the cache holds (B).
       max_length: most tokens of one sequence, prompt and continuation.
-      rows: of one prefill call (R); each takes `chunk` tokens of a sequence, a long prompt several.
+      rows: rows of one prefill call (R), of `chunk` tokens each; a long prompt takes several.
       chunk: tokens a row of one prefill call. `recompute` needs chunk = max_length, its steps
         being whole texts.
       num_pages: pages of each paged pool; None lets every slot reach `max_length`.
@@ -31,7 +31,7 @@ class InferenceConfig:
       implementation: of attention; None is the best available.
 
     Raises:
-      ValueError: a size below 1, a `max_length` past the model's context,
+      ValueError: a size below 1, a `max_length` or a page past the model's context,
         another number of specs than layers, an impossible combination of specs.
     """
 

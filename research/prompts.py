@@ -85,8 +85,8 @@ def parse_ids(written: str) -> list[Prompt]:
     shown = written if len(written) <= 40 else f"{written[:40]}..."
     form = written if written.lstrip().startswith("[") else f"[{written}]"
     try:
-        value = json.loads(form)
-    except (ValueError, RecursionError):
+        value = _parsed(form, "prompt_ids")
+    except ValueError:
         raise ValueError(
             f"prompt_ids={shown!r} is no list of token ids; write 1,2,3, or {_FORM} for several"
         ) from None

@@ -80,9 +80,14 @@ class Point:
     @property
     def label(self) -> str:
         """The point in a few words."""
-        names = ("attention", "placement", "page_size")
-        parts = [str(self.settings[name]) for name in names if name in self.settings]
-        return " ".join([*parts, f"batch {self.batch_size}"])
+        return point_label(self.settings)
+
+
+def point_label(settings: Mapping[str, Any]) -> str:
+    """A row's config in a few words; a storage is named where it is not float32."""
+    names = ("attention", "placement", "page_size", "storage")
+    parts = [str(settings[name]) for name in names if settings.get(name, "float32") != "float32"]
+    return " ".join([*parts, f"batch {settings['batch_size']}"])
 
 
 def sweep_points(sweep: Sweep) -> Iterator[Point]:

@@ -40,9 +40,7 @@ def test_a_row_that_differs_is_named_and_the_status_says_so(kvlab, first, tmp_pa
     (folder / "manifest.json").write_text((first / "manifest.json").read_text())
     again = kvlab("rerun", str(folder))
     assert again.status == 1
-    assert (
-        "attention=gqa placement=contiguous storage=int8 batch_size=2: perplexity_en" in again.out
-    )
+    assert "gqa contiguous int8 batch 2: perplexity_en" in again.out
     assert f"1 of 1 rows differ from {folder}" in again.out
 
 

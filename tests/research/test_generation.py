@@ -348,6 +348,8 @@ def test_shapes_that_are_named_are_taken():
         MODEL, CacheSpec(), sequences=9, needed=9, slots=2, max_length=33, chunk=5
     )
     assert (config.slots, config.max_length, config.chunk) == (2, 33, 5)
+    huge = fitting_config(MODEL, CacheSpec(), sequences=9, needed=9, chunk=10**9)
+    assert huge.chunk == huge.max_length  # no prompt can fill more
     with pytest.raises(ValueError, match="past the model's context of 67"):
         fitting_config(MODEL, CacheSpec(), sequences=9, needed=9, max_length=68)
 
