@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvlab.ops.attention import check_heads
+from kvlab.ops.attention import AttentionOptions, check_heads
 from kvlab.ops.rope import Rope
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -147,3 +147,7 @@ class DecoderConfig:
     def compute_dtype(self) -> jnp.dtype:
         """The computation's dtype."""
         return jnp.dtype(self.dtype)
+
+    def attention_options(self, window: int | None, implementation: str | None) -> AttentionOptions:
+        """What a layer with this window asks of attention."""
+        return AttentionOptions(self.attention_scale, window, self.soft_cap, implementation)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig, LayerNorm, RMSNorm
 from kvlab.ops import norms
-from kvlab.ops.attention import AttentionOptions, soft_capped
+from kvlab.ops.attention import soft_capped
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
 from kvlab.ops.caches.recompute import RecomputeCache
 from kvlab.ops.linear import embed, linear, linear_transposed
@@ -130,12 +130,7 @@ class Attention(nn.Module):
             key = Norm(config.norm, config.param_dtype, name="key_norm")(key)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        options = AttentionOptions(
-            scale=config.attention_scale,
-            window=self.window,
-            soft_cap=config.soft_cap,
-            implementation=self.implementation,
-        )
+        options = config.attention_options(self.window, self.implementation)
         output, cache = cache.attend(query, key, value, step, table, options)
         output = output.reshape(*x.shape[:-1], config.num_heads * config.head_dim)
         project = Linear(config.embed_dim, config.output_bias, config.param_dtype, name="output")

@@ -9,7 +9,9 @@ whatever lies underneath, and a wholly masked block leaves the state exactly as 
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -176,8 +178,22 @@ def soft_capped(scores: Float[Array, "..."], soft_cap: float | None) -> Float[Ar
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-# Reads block i: keys [B, K, H, s], values [B, K, s, H], key positions [B, s] and validity [B, s].
-ReadBlock = Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Stored keys and values in blocks of one size.
+
+    Attributes:
+      read: gives the block of an index i32[]: keys [B, K, H, s], values [B, K, s, H], their
+        positions [B, s] int32 and validity [B, s] bool. Called once, under a loop.
+      first: i32[], first block that a query may see.
+      end: i32[], one past the last such block.
+      count: blocks that there are at most.
+    """
+
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
+    first: jax.Array
+    end: jax.Array
+    count: int
 
 
 def attend_blocks(
@@ -185,11 +201,9 @@ def attend_blocks(
     query_positions: Int[Array, "B T"],
     query_valid: Bool[Array, "B T"],
     num_kv_heads: int,
-    read_block: ReadBlock,
-    first_block: Int[Array, ""],
-    end_block: Int[Array, ""],
+    sources: Sequence[Blocks],
     options: AttentionOptions,
-) -> Float[Array, "B T N H"]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K G T"]]:
     """Online softmax over blocks of keys: running maximum, normaliser and weighted sum.
 
     Source: FlashAttention (arXiv 2205.14135), section 3.1.
@@ -199,31 +213,25 @@ def attend_blocks(
       query_positions: [B, T] int32.
       query_valid: [B, T] bool; the output is 0 where False.
       num_kv_heads: K.
-      read_block: gives the block of an index i32[]: keys [B, K, H, s], values [B, K, s, H], their
-        positions [B, s] int32 and validity [B, s] bool. Called once, under a loop.
-      first_block: i32[], first block to read. Blocks outside the range must be wholly masked.
-      end_block: i32[], one past the last block to read.
+      sources: where keys and values lie, read one after the other.
       options: scale, window and soft cap.
 
     Returns:
-      [B, T, N, H] in the query's dtype.
+      The output [B, T, N, H] in the query's dtype; and the logarithm of each query's normaliser
+      [B, K, G, T] float32, a very low number for a query without keys.
     """
     batch, length, num_heads, head_dim = query.shape
     groups = num_heads // num_kv_heads
-    rows = groups * length  # the G query heads of a KV head read its keys together
-    grouped = query.reshape(batch, length, num_kv_heads, groups, head_dim)
-    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, rows, head_dim)
-
-    merged = (batch, num_kv_heads, rows)
+    grouped = _grouped(query, num_kv_heads)
+    merged = (batch, num_kv_heads, groups * length)
     shape = (batch, num_kv_heads, groups, length)
 
-    def body(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def body(source: Blocks, index: jax.Array, state: tuple[jax.Array, ...]) -> Any:
         maximum, normaliser, total = state
-        keys, values, key_positions, key_valid = read_block(index)
-        mask = attention_mask(query_positions, key_positions, key_valid, options.window)
-        mask = (mask & query_valid[:, :, None])[:, None, None]  # one for all heads: [B, 1, 1, T, S]
-        scores = options.scale * _dot("BKRH,BKHS->BKRS", grouped, keys).reshape(*shape, -1)
-        scores = jnp.where(mask, soft_capped(scores, options.soft_cap), _MASKED)
+        keys, values, key_positions, key_valid = source.read(index)
+        scores = _masked_scores(
+            grouped, keys, shape, query_positions, query_valid, key_positions, key_valid, options
+        )
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
         # A masked key weighs exactly 0 and an unchanged maximum rescales by exactly 1.
         weights = jnp.exp(scores - new_maximum[..., None])
@@ -234,14 +242,81 @@ def attend_blocks(
         total = total * rescale[..., None] + read.reshape(*shape, head_dim)
         return new_maximum, normaliser * rescale + weights.sum(axis=-1), total
 
-    initial = (
+    state = (
         jnp.full(shape, _LEAST, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
-    _, normaliser, total = jax.lax.fori_loop(first_block, end_block, body, initial)
-    output = total / jnp.where(normaliser == 0.0, 1.0, normaliser)[..., None]
-    return output.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+    for source in sources:
+        loop = functools.partial(body, source)
+        state = jax.lax.fori_loop(source.first, source.end, loop, state)
+    maximum, normaliser, total = state
+    normaliser = jnp.where(normaliser == 0.0, 1.0, normaliser)
+    output = total / normaliser[..., None]
+    output = output.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+    return output, maximum + jnp.log(normaliser)
+
+
+def received_attention(
+    query: Float[Array, "B T N H"],
+    query_positions: Int[Array, "B T"],
+    query_valid: Bool[Array, "B T"],
+    num_kv_heads: int,
+    log_normaliser: Float[Array, "B K G T"],
+    block: tuple[jax.Array, ...],
+    options: AttentionOptions,
+) -> Float[Array, "B K s"]:
+    """How much attention each key of a block gets: summed over queries, a mean over G heads.
+
+    Args:
+      query: [B, T, N, H] float.
+      query_positions: [B, T] int32.
+      query_valid: [B, T] bool; the others give nothing.
+      num_kv_heads: K.
+      log_normaliser: [B, K, G, T] float32, as `attend_blocks` gave it for these queries.
+      block: what `Blocks.read` gave.
+      options: those of `attend_blocks`.
+    """
+    batch, length, num_heads, _ = query.shape
+    shape = (batch, num_kv_heads, num_heads // num_kv_heads, length)
+    keys, _, key_positions, key_valid = block
+    scores = _masked_scores(
+        _grouped(query, num_kv_heads),
+        keys,
+        shape,
+        query_positions,
+        query_valid,
+        key_positions,
+        key_valid,
+        options,
+    )
+    weights = jnp.where(scores == _MASKED, 0.0, jnp.exp(scores - log_normaliser[..., None]))
+    return weights.sum(axis=3).mean(axis=2)
+
+
+def _grouped(query: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[B, T, N, H] to [B, K, G * T, H]: the G query heads of a KV head read its keys together."""
+    batch, length, num_heads, head_dim = query.shape
+    groups = num_heads // num_kv_heads
+    grouped = query.reshape(batch, length, num_kv_heads, groups, head_dim)
+    return grouped.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, groups * length, head_dim)
+
+
+def _masked_scores(
+    grouped: jax.Array,
+    keys: jax.Array,
+    shape: tuple[int, ...],
+    query_positions: jax.Array,
+    query_valid: jax.Array,
+    key_positions: jax.Array,
+    key_valid: jax.Array,
+    options: AttentionOptions,
+) -> jax.Array:
+    """Scores [B, K, G, T, s] of a block in float32, `_MASKED` where a query may not see a key."""
+    mask = attention_mask(query_positions, key_positions, key_valid, options.window)
+    mask = (mask & query_valid[:, :, None])[:, None, None]  # one for all heads: [B, 1, 1, T, s]
+    scores = options.scale * _dot("BKRH,BKHS->BKRS", grouped, keys).reshape(*shape, -1)
+    return jnp.where(mask, soft_capped(scores, options.soft_cap), _MASKED)
 
 
 def _dot(
@@ -315,16 +390,13 @@ def _chunked_attention(
             seen &= positions > oldest - options.window
         blocks = seen.reshape(batch, num_blocks, READ_BLOCK).any(axis=(0, 2))
         first, end = jnp.argmax(blocks), num_blocks - jnp.argmax(blocks[::-1])
-        return attend_blocks(
-            part,
-            part_positions,
-            part_valid,
-            key.shape[2],
+        source = Blocks(
             read_block,
             first.astype(jnp.int32),
             jnp.where(blocks.any(), end, first).astype(jnp.int32),
-            options,
+            num_blocks,
         )
+        return attend_blocks(part, part_positions, part_valid, key.shape[2], [source], options)[0]
 
     if length <= QUERY_BLOCK:
         return attend((query, query_positions, query_valid))

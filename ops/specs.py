@@ -2,13 +2,19 @@
 
 One `CacheSpec` describes the cache of one layer. A model runs with one spec per layer, so any axis
 may differ between layers. Specs are static under `jax.jit`; arrays live in `kvlab.ops.caches`.
+Nothing here imports jax: the command line's help lists these names.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
-STORAGES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
-PLACEMENTS = ("recompute", "contiguous", "paged")
+if TYPE_CHECKING:
+    from kvlab.ops.retention import Retention
+
+STORAGES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4", "kivi4")
+PLACEMENTS = ("recompute", "contiguous", "paged", "ring")
+RETENTIONS = ("all", "window", "sinks", "h2o", "snapkv", "random")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +60,45 @@ class Paged:
         return f"paged:{self.page_size}"
 
 
-Placement = Recompute | Contiguous | Paged
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The last tokens of a windowed layer, in slots that are taken in turn (position modulo size).
+
+    The layer attends to a window, the model's own if that is narrower. Beside the window a ring
+    holds what the first queries of a prefill call still need while its last tokens are written:
+    window + chunk - 1 slots, rounded up to the read block.
+
+    Args:
+      window: positions that a query sees, its own included.
+
+    Raises:
+      ValueError: `window` is below 1.
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        """Validates the window."""
+        if self.window < 1:
+            raise ValueError(f"window={self.window} given: a ring holds 1 position or more")
+
+    def __str__(self) -> str:
+        return f"ring:{self.window}"
 
 
-def parse_placement(name: str, page_size: int) -> Placement:
+Placement = Recompute | Contiguous | Paged | Ring
+
+
+def parse_placement(name: str, page_size: int, window: int | None = None) -> Placement:
     """Turns a placement's name into its spec.
 
     Args:
       name: one of `PLACEMENTS`.
       page_size: tokens a page; used by `paged` alone.
+      window: positions that a query sees; used by `ring` alone.
 
     Raises:
-      ValueError: an unknown name; the message lists the legal ones.
+      ValueError: an unknown name; the message lists the legal ones. `ring` without a window.
     """
     if name == "recompute":
         return Recompute()
@@ -73,7 +106,42 @@ def parse_placement(name: str, page_size: int) -> Placement:
         return Contiguous()
     if name == "paged":
         return Paged(page_size)
+    if name == "ring":
+        if window is None:
+            raise ValueError("placement=ring needs a window; give window=256, say")
+        return Ring(window)
     raise ValueError(f"placement={name!r} is not known; legal values: {', '.join(PLACEMENTS)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kivi4:
+    """Asymmetric 4-bit storage: keys by channel, values by token, the newest in full precision.
+
+    Keys are quantised per channel in groups of `group` tokens, values per token in groups of
+    `group` channels, each group with a scale and a zero point. A group of tokens is closed when it
+    is complete, has been read in full precision, and `residual` newer tokens are there.
+    Source: KIVI (arXiv 2402.02750), section 3.
+
+    Args:
+      group: tokens, and channels, of a group.
+      residual: newest tokens that are in full precision at the least.
+
+    Raises:
+      ValueError: a group that is no power of two from 2 to 64, a residual below 0.
+    """
+
+    group: int = 32
+    residual: int = 0
+
+    def __post_init__(self) -> None:
+        """Validates the sizes."""
+        if self.group not in (2, 4, 8, 16, 32, 64):  # divides the read block
+            raise ValueError(f"group={self.group} given: legal values: 2, 4, 8, 16, 32, 64")
+        if self.residual < 0:
+            raise ValueError(f"residual={self.residual} given: want 0 tokens or more")
+
+    def __str__(self) -> str:
+        return f"kivi4:{self.group}:{self.residual}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,36 +150,79 @@ class CacheSpec:
 
     Args:
       placement: where keys and values lie.
-      storage: the form they are stored in, one of `STORAGES` (`kvlab.ops.storage`).
+      storage: the form they are stored in: a name of `STORAGES` (`kvlab.ops.storage`), or a
+        `Kivi4`, for which `kivi4` stands.
+      retention: which tokens stay (`kvlab.ops.retention`); None is all of them.
       table: index of the table (`Cache.tables`) that maps this layer's tokens; `assign_tables`
         sets it. Layers with the same mapping share a table.
 
     Raises:
-      ValueError: an unknown storage, or `recompute` with a storage it does not use.
+      ValueError: an unknown storage, or an impossible combination; the message names both fields
+        and a legal neighbour.
     """
 
     placement: Placement = dataclasses.field(default_factory=Paged)
-    storage: str = "float32"
+    storage: "str | Kivi4" = "float32"
+    retention: "Retention | None" = None
     table: int = 0
 
     def __post_init__(self) -> None:
         """Validates the combination."""
-        if self.storage not in STORAGES:
+        placement, storage = self.placement, self.storage
+        if storage == "kivi4":
+            object.__setattr__(self, "storage", storage := Kivi4())
+        if isinstance(storage, str) and storage not in STORAGES:
             raise ValueError(
-                f"storage={self.storage!r} is not known; legal values: {', '.join(STORAGES)}"
+                f"storage={storage!r} is not known; legal values: {', '.join(STORAGES)}"
             )
-        if isinstance(self.placement, Recompute) and self.storage != "float32":
+        if isinstance(placement, Recompute) and storage != "float32":
             raise ValueError(
-                f"placement=recompute stores no keys or values, so storage={self.storage} means "
+                f"placement=recompute stores no keys or values, so storage={storage} means "
                 "nothing there; use storage=float32, or placement=contiguous"
             )
+        page_size = placement.page_size if isinstance(placement, Paged) else 0
+        if isinstance(storage, Kivi4) and page_size % storage.group:
+            raise ValueError(
+                f"storage={storage} closes groups of {storage.group} tokens, and page_size="
+                f"{page_size} is no multiple of that; use page_size={storage.group}"
+            )
+        if self.retention is None:
+            return
+        name = type(self.retention).__name__
+        if isinstance(placement, Recompute | Ring):
+            reason = "stores nothing to evict" if placement == Recompute() else "evicts by itself"
+            raise ValueError(
+                f"placement={placement} {reason}, so retention={name} means nothing there; use "
+                "retention=all, or placement=paged"
+            )
+        if isinstance(storage, Kivi4):
+            raise ValueError(
+                f"retention={name} evicts single tokens, and storage={storage} keeps keys in "
+                f"groups of {storage.group}; use storage=int4, or retention=all"
+            )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the layer may lose tokens that its attention could still see."""
+        return self.retention is not None
+
+    @property
+    def one_row_a_sequence(self) -> bool:
+        """Whether a prefill call may hold one piece of a sequence only, for want of slots."""
+        return isinstance(self.placement, Ring) or isinstance(self.storage, Kivi4)
 
 
-def assign_tables(specs: Sequence[CacheSpec]) -> tuple[CacheSpec, ...]:
-    """Gives layers with the same placement one shared table.
+def assign_tables(
+    specs: Sequence[CacheSpec], kv_heads: Sequence[int] | None = None
+) -> tuple[CacheSpec, ...]:
+    """Gives layers with the same mapping one shared table.
+
+    Layers map alike where they have the same placement and hold the same number of tokens of
+    every sequence: a policy whose heads share a budget makes that differ from layer to layer.
 
     Args:
       specs: one spec per layer.
+      kv_heads: K of each layer; needed where KV heads choose their tokens.
 
     Returns:
       The same specs with `table` set; tables are numbered by first use.
@@ -127,12 +238,18 @@ def assign_tables(specs: Sequence[CacheSpec]) -> tuple[CacheSpec, ...]:
             f"placement=recompute on some layers and placement={other} on others: a layer without "
             f"a cache needs the whole text at every step; use {other} or recompute on every layer"
         )
+
+    def mapping(layer: int, spec: CacheSpec) -> Hashable:
+        policy = spec.retention
+        if policy is None:  # a ring counts the tokens of a row, as contiguous does
+            return Contiguous() if isinstance(spec.placement, Ring) else spec.placement
+        heads = kv_heads[layer] if policy.by_head and kv_heads is not None else 1
+        own = layer if policy.shared_safeguard is not None else None
+        return spec.placement, heads, policy.budget, policy.when, own
+
+    mappings = [mapping(layer, spec) for layer, spec in enumerate(specs)]
+    tables = list(dict.fromkeys(mappings))
     return tuple(
-        dataclasses.replace(spec, table=placements.index(spec.placement)) for spec in specs
+        dataclasses.replace(spec, table=tables.index(key))
+        for spec, key in zip(specs, mappings, strict=True)
     )
-
-
-def table_placements(specs: Sequence[CacheSpec]) -> tuple[Placement, ...]:
-    """The placement of each table that `specs` refer to, in table order."""
-    by_table = {spec.table: spec.placement for spec in specs}
-    return tuple(by_table[index] for index in sorted(by_table))

@@ -9,12 +9,15 @@ import numpy as np
 
 from kvlab.models.config import DecoderConfig
 from kvlab.ops.caches.contiguous import ContiguousCache
+from kvlab.ops.caches.evicting import EvictingCache, notes_of
+from kvlab.ops.caches.kivi import KiviCache
 from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import LayerCache, Table
 from kvlab.ops.caches.recompute import RecomputeCache
+from kvlab.ops.evicting_table import EvictingTable
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.row_table import RowTable
-from kvlab.ops.specs import CacheSpec, Paged, Placement, Recompute, table_placements
+from kvlab.ops.specs import CacheSpec, Kivi4, Paged, Recompute, Ring
 
 
 @jax.tree_util.register_dataclass
@@ -67,15 +70,7 @@ def cache_use(cache: Cache, specs: Sequence[CacheSpec]) -> CacheUse | None:
     allocated, per_token, taken_bytes, used_bytes = 0, 0.0, 0.0, 0.0
     for layer, spec in zip(cache.layers, specs, strict=True):
         table = cache.tables[spec.table]
-        if isinstance(table, PageTable):
-            slots = capacity = table.num_slots
-            taken, filled = _page_slots(table)
-        else:
-            assert isinstance(layer, ContiguousCache)
-            num_sequences, row = len(layer.key["codes"]), layer.capacity  # whole read blocks
-            slots, capacity = num_sequences * row, num_sequences * table.capacity
-            lengths = np.asarray(table.lengths)
-            taken, filled = int((lengths > 0).sum()) * row, int(lengths.sum())
+        slots, capacity, taken, filled = _slots(table, layer)
         layer_bytes = layer.nbytes()
         allocated += layer_bytes
         per_token += layer_bytes / capacity
@@ -83,6 +78,37 @@ def cache_use(cache: Cache, specs: Sequence[CacheSpec]) -> CacheUse | None:
         used_bytes += layer_bytes / slots * filled
     waste = 1.0 - used_bytes / taken_bytes if taken_bytes else 0.0
     return CacheUse(allocated, per_token, used_bytes, waste)
+
+
+def _slots(table: Table, layer: LayerCache) -> tuple[int, float, int, int]:
+    """Token slots of a layer: all; tokens they can hold; in what sequences have taken; filled.
+
+    Where KV heads are rows, a slot holds a token of one head, and a token of text takes as many.
+    """
+    table, heads = unwrapped(table)
+    if isinstance(table, PageTable):
+        taken, filled = _page_slots(table)
+        return table.num_slots, table.num_slots / heads, taken, filled
+    row = _row_capacity(layer)  # whole read blocks
+    lengths = np.minimum(np.asarray(table.lengths), row)
+    held = min(table.capacity, row)
+    taken, filled = int((lengths > 0).sum()) * row, int(lengths.sum())
+    return len(lengths) * row, len(lengths) * held / heads, taken, filled
+
+
+def unwrapped(table: Table) -> tuple[PageTable | RowTable, int]:
+    """The table of the placement, and the rows that a sequence has in it."""
+    return (table.table, table.heads) if isinstance(table, EvictingTable) else (table, 1)
+
+
+def _row_capacity(layer: LayerCache) -> int:
+    """Slots of a row of a layer whose sequences each own one."""
+    if isinstance(layer, KiviCache):
+        return _row_capacity(layer.closed)
+    if isinstance(layer, EvictingCache):
+        return _row_capacity(layer.inner)
+    assert isinstance(layer, ContiguousCache)
+    return layer.capacity
 
 
 def _page_slots(table: PageTable) -> tuple[int, int]:
@@ -99,6 +125,7 @@ def init_cache(
     specs: Sequence[CacheSpec],
     slots: int,
     max_length: int,
+    chunk: int,
     num_pages: int | None,
 ) -> Cache:
     """An empty cache.
@@ -108,33 +135,87 @@ def init_cache(
       specs: one per layer, tables assigned (`kvlab.ops.specs.assign_tables`).
       slots: sequences (B).
       max_length: most tokens of a sequence.
-      num_pages: pages of each paged pool; None lets every slot reach `max_length`.
+      chunk: most tokens of a row of one prefill call.
+      num_pages: pages of each paged pool; None lets every slot reach `max_length`. Where KV heads
+        choose their tokens a page holds one head's, and a pool has K times as many.
     """
-
-    def pages(page_size: int) -> tuple[int, int]:
-        per_sequence = -(-max_length // page_size)
-        return slots * per_sequence if num_pages is None else num_pages, per_sequence
-
-    def table(placement: Placement) -> Table:
-        if isinstance(placement, Paged):
-            count, per_sequence = pages(placement.page_size)
-            return PageTable.init(slots, count, placement.page_size, per_sequence)
-        return RowTable.init(slots, max_length)
-
-    def layer(spec: CacheSpec, num_kv_heads: int) -> LayerCache:
-        if isinstance(spec.placement, Paged):
-            page_size = spec.placement.page_size
-            count, _ = pages(page_size)
-            return PagedCache.init(count, page_size, num_kv_heads, model.head_dim, spec.storage)
-        if isinstance(spec.placement, Recompute):
-            return RecomputeCache()
-        return ContiguousCache.init(slots, max_length, num_kv_heads, model.head_dim, spec.storage)
-
+    sizes = _Sizes(model, slots, max_length, chunk, num_pages)
+    tables: dict[int, Table] = {}
+    for spec, num_kv_heads in zip(specs, model.kv_heads, strict=True):
+        if spec.table not in tables:
+            tables[spec.table] = sizes.table(spec, num_kv_heads)
     recomputes = isinstance(specs[0].placement, Recompute)
     return Cache(
-        tables=tuple(table(placement) for placement in table_placements(specs)),
-        layers=tuple(layer(spec, k) for spec, k in zip(specs, model.kv_heads, strict=True)),
+        tables=tuple(tables[index] for index in sorted(tables)),
+        layers=tuple(sizes.layer(index, spec) for index, spec in enumerate(specs)),
         positions=jnp.zeros(slots, jnp.int32),
         prompt_lengths=jnp.zeros(slots, jnp.int32),
         texts=jnp.zeros((slots, max_length), jnp.int32) if recomputes else None,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What fixes the arrays of tables and layers."""
+
+    model: DecoderConfig
+    slots: int
+    max_length: int
+    chunk: int
+    num_pages: int | None
+
+    def _pages(self, page_size: int) -> tuple[int, int]:
+        """Pages of a pool, and of one sequence."""
+        per_sequence = -(-self.max_length // page_size)
+        all_pages = self.slots * per_sequence if self.num_pages is None else self.num_pages
+        return all_pages, per_sequence
+
+    def table(self, spec: CacheSpec, num_kv_heads: int) -> Table:
+        """The empty table of a layer."""
+        heads = _rows_per_sequence(spec, num_kv_heads)
+        if isinstance(spec.placement, Paged):
+            page_size = spec.placement.page_size
+            num_pages, per_sequence = self._pages(page_size)
+            inner: PageTable | RowTable = PageTable.init(
+                self.slots * heads, num_pages * heads, page_size, per_sequence
+            )
+        else:
+            inner = RowTable.init(self.slots * heads, self.max_length)
+        return inner if spec.retention is None else EvictingTable.init(inner, heads)
+
+    def layer(self, index: int, spec: CacheSpec) -> LayerCache:
+        """The empty cache of a layer."""
+        num_kv_heads, head_dim = self.model.kv_heads[index], self.model.head_dim
+        if isinstance(spec.placement, Recompute):
+            return RecomputeCache()
+        heads = _rows_per_sequence(spec, num_kv_heads)
+        notes = () if spec.retention is None else notes_of(spec.retention)
+        stored = num_kv_heads // heads, head_dim, spec.storage, notes
+        inner: ContiguousCache | PagedCache
+        if isinstance(spec.placement, Paged):
+            page_size = spec.placement.page_size
+            num_pages, _ = self._pages(page_size)
+            inner = PagedCache.init(num_pages * heads, page_size, *stored)
+        else:
+            capacity = self.max_length
+            if isinstance(spec.placement, Ring):
+                # KIVI's ring holds closed groups alone: what a step reads is still beside it.
+                needed = spec.placement.window
+                needed += 0 if isinstance(spec.storage, Kivi4) else self.chunk - 1
+                capacity = min(needed, capacity)
+            inner = ContiguousCache.init(self.slots * heads, capacity, *stored)
+        if isinstance(spec.storage, Kivi4):
+            return KiviCache.init(
+                inner, self.slots, self.chunk, num_kv_heads, head_dim, spec.storage
+            )
+        if spec.retention is None:
+            return inner
+        group_size = self.model.num_heads // heads
+        return EvictingCache.init(
+            inner, spec.retention, index, self.slots * heads, group_size, head_dim
+        )
+
+
+def _rows_per_sequence(spec: CacheSpec, num_kv_heads: int) -> int:
+    """Rows of the table that a sequence has: its KV heads where they choose their tokens."""
+    return num_kv_heads if spec.retention is not None and spec.retention.by_head else 1

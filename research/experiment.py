@@ -37,14 +37,14 @@ class Variant:
         settings: dict[str, Any] = {"attention": _runs(self.attention)}
         if len(set(self._specs)) > 1:
             settings["placement"] = _runs(tuple(str(spec.placement) for spec in self._specs))
-            settings["storage"] = _runs(tuple(spec.storage for spec in self._specs))
+            settings["storage"] = _runs(tuple(str(spec.storage) for spec in self._specs))
             return settings
         spec = self._specs[0]
         if isinstance(spec.placement, Paged):
             settings |= {"placement": "paged", "page_size": spec.placement.page_size}
         else:
             settings["placement"] = str(spec.placement)
-        return settings | {"storage": spec.storage}
+        return settings | {"storage": str(spec.storage)}
 
 
 def _runs(values: str | tuple[str, ...]) -> str:

@@ -20,8 +20,11 @@ import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig
 from kvlab.models.decoder import Decoder
+from kvlab.ops.caches.evicting import EvictingCache
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
-from kvlab.ops.page_table import PageTable
+from kvlab.ops.evicting_table import EvictingTable
+from kvlab.ops.page_table import CopyPlan
+from kvlab.ops.row_table import RowTable
 from kvlab.ops.sampling import SamplingParams, sample, token_log_prob
 from kvlab.research.cache import Cache
 from kvlab.research.inference_config import InferenceConfig
@@ -74,7 +77,7 @@ def prefill(
       [R, chunk, D] after the final norm, which `head` turns into logits where all are wanted.
     """
     wanted = jnp.zeros(config.slots, jnp.int32).at[slots].add(counts, mode="drop")
-    granted, cache = _reserve(config, cache, wanted, config.rows * config.chunk)
+    granted, cache = _reserve(config, cache, wanted, config.rows_per_sequence * config.chunk)
     ok = granted.at[slots].get(mode="fill", fill_value=True)
     counts = jnp.where(ok, counts, 0)
     same = slots[:, None] == slots[None, :]
@@ -154,7 +157,7 @@ def decode(
         token = jnp.where(is_forced, forced[:, index], sample(logits, sampling, cache.positions))
         stops = active & ~is_forced & jnp.any(token[:, None] == stop_ids, axis=1)
         feed = active & ~stops
-        ok, cache = _reserve(config, cache, feed.astype(jnp.int32), 1)
+        ok, cache = _reserve(config, cache, feed.astype(jnp.int32), None)
         feed &= ok
         emit = feed | stops
         decoded = Decoded(
@@ -199,28 +202,26 @@ def fork(
       The cache, the logits, and ok bool[]: False where the pool had too few free pages for the
       copies, and then nothing has changed.
     """
-    tables, plans, ok = [], [], jnp.ones((), bool)
-    for table in cache.tables:
-        shared, plan = table.fork(source, target), None
-        if isinstance(shared, PageTable):
-            shared, plan, granted = shared.make_writable(jnp.ones(config.slots, bool))
-            ok &= jnp.all(granted)
-        tables.append(shared)
-        plans.append(plan)
+    forked = [_fork_table(table, source, target) for table in cache.tables]
+    ok = functools.reduce(jnp.logical_and, [granted for _, _, granted in forked])
     target = jnp.where(ok, target, config.slots)
     layers = []
     for layer, spec in zip(cache.layers, config.layer_specs, strict=True):
-        plan, moved = plans[spec.table], layer
+        table, plan, _ = forked[spec.table]
+        moved = layer
         if plan is not None:
             nowhere = jnp.iinfo(jnp.int32).max
             moved = layer.copy(plan.source_slots, jnp.where(ok, plan.target_slots, nowhere))
-        layers.append(moved.fork(source, target))
+        by_row = table.rows_of if isinstance(table, EvictingTable) else lambda sequences: sequences
+        layers.append(moved.fork(by_row(source), by_row(target)))
 
     def copied(array: jax.Array) -> jax.Array:
         return array.at[target].set(array[source], mode="drop")
 
     cache = Cache(
-        tables=jax.tree.map(functools.partial(jnp.where, ok), tuple(tables), cache.tables),
+        tables=jax.tree.map(
+            functools.partial(jnp.where, ok), tuple(table for table, _, _ in forked), cache.tables
+        ),
         layers=tuple(layers),
         positions=copied(cache.positions),
         prompt_lengths=copied(cache.prompt_lengths),
@@ -229,22 +230,93 @@ def fork(
     return cache, copied(logits), ok
 
 
+def _fork_table(
+    table: Table, source: jax.Array, target: jax.Array
+) -> tuple[Table, CopyPlan | None, jax.Array]:
+    """A table with sequences forked, what its layers have to copy, and ok bool[]."""
+    if isinstance(table, EvictingTable):
+        return table.fork(source, target)
+    shared = table.fork(source, target)
+    if isinstance(shared, RowTable):
+        return shared, None, jnp.ones((), bool)
+    every = jnp.ones(shared.num_sequences, bool)
+    shared, plan, granted = shared.make_writable(every)
+    return shared, plan, jnp.all(granted)
+
+
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def release(cache: Cache, mask: jax.Array) -> Cache:
     """Empties the sequences of `mask` bool[B]; their pages are free at once."""
     return cache.release(mask)
 
 
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+def evict(config: InferenceConfig, cache: Cache, mask: jax.Array) -> Cache:
+    """Applies the policies of retention to sequences whose prompt is complete.
+
+    Rows over their budget shrink: the survivors move to the front of the row, and the pages behind
+    them are free at once. From here on decode keeps rows at their limit (`Retention.when`).
+
+    Args:
+      config: the session's shapes.
+      cache: donated; use the returned one.
+      mask: [B] bool, sequences to shrink.
+
+    Returns:
+      The cache.
+    """
+    tables, layers = list(cache.tables), list(cache.layers)
+    windows = config.decoder.layer_windows
+    for number, table in enumerate(cache.tables):
+        if not isinstance(table, EvictingTable):
+            continue
+        rows, counts, limits = table.of_rows(mask), table.lengths, table.limits
+        for index, spec in enumerate(config.layer_specs):
+            policy, layer = spec.retention, layers[index]
+            if spec.table != number or policy is None:
+                continue
+            assert isinstance(layer, EvictingCache)
+            budget = table.of_rows(policy.limits(cache.prompt_lengths))
+            if policy.when == "decode":
+                limits = jnp.where(rows, jnp.maximum(budget, table.lengths), table.limits)
+                continue
+            options = config.model.attention_options(windows[index], config.implementation)
+            kept, chosen = layer.choose(table, cache.positions, budget, options)
+            layers[index] = layer.copy(*layer.survivors(table, rows, kept, chosen))
+            # Layers of one table keep equally many tokens.
+            counts = jnp.where(rows, chosen, table.lengths)
+            if policy.shared_safeguard is not None:
+                total = jnp.sum(counts.reshape(-1, table.heads), axis=1)
+                whole = jnp.sum(budget.reshape(-1, table.heads), axis=1)
+                full = table.of_rows(total == whole)
+                budget = jnp.where(full, jnp.maximum(chosen, 1), budget)
+            limits = jnp.where(rows, budget, table.limits)
+            if policy.when == "prefill":
+                limits = table.limits
+        tables[number] = table.shrink(counts, limits)
+    return dataclasses.replace(cache, tables=tuple(tables), layers=tuple(layers))
+
+
 def _reserve(
-    config: InferenceConfig, cache: Cache, wanted: jax.Array, max_tokens: int
+    config: InferenceConfig, cache: Cache, wanted: jax.Array, max_tokens: int | None
 ) -> tuple[jax.Array, Cache]:
-    """Makes room in every table; a sequence that one table refuses gets nothing from any."""
+    """Makes room in every table; a sequence that one table refuses gets nothing from any.
+
+    `max_tokens` bounds what a prefill adds; None is decode, where full rows replace a token.
+    """
     # A table's last page may reach further than max_length.
     fits = cache.positions + wanted <= config.max_length
+    if max_tokens is not None:
+        fits &= wanted <= max_tokens
     wanted = jnp.where(fits, wanted, 0)
 
+    def reserved(table: Table, wanted: jax.Array) -> tuple[Table, jax.Array]:
+        if max_tokens is None and isinstance(table, EvictingTable):
+            return table.reserve_next(wanted > 0)
+        return table.reserve(wanted, max_tokens or 1)
+
     def attempt(wanted: jax.Array) -> tuple[tuple[Table, ...], jax.Array]:
-        results: list[Any] = [table.reserve(wanted, max_tokens) for table in cache.tables]
+        results = [reserved(table, wanted) for table in cache.tables]
         granted = functools.reduce(jnp.logical_and, [ok for _, ok in results])
         return tuple(table for table, _ in results), granted
 
@@ -307,7 +379,7 @@ def _apply(
     tables: Sequence[Table],
     prompt_lengths: jax.Array,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    decoder = Decoder(config.model, config.implementation)
+    decoder = Decoder(config.decoder, config.implementation)
     output: Any = decoder.apply({"params": params}, tokens, step, layers, tables, prompt_lengths)
     return output
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig
 from kvlab.ops.attention import resolve_implementation
-from kvlab.ops.specs import CacheSpec, Paged, Recompute, assign_tables
+from kvlab.ops.specs import CacheSpec, Paged, Recompute, Ring, assign_tables
 from kvlab.research.cache import Cache, init_cache
 
 
@@ -64,7 +64,7 @@ class InferenceConfig:
                 f"{len(specs)} cache specs for {self.model.num_layers} layers; give one spec, or "
                 "one per layer"
             )
-        object.__setattr__(self, "specs", assign_tables(specs))
+        object.__setattr__(self, "specs", assign_tables(specs, self.model.kv_heads))
         for spec in specs:
             if (
                 isinstance(spec.placement, Paged)
@@ -93,6 +93,27 @@ class InferenceConfig:
         """No layer has a cache: a step's input is the whole text."""
         return isinstance(self.layer_specs[0].placement, Recompute)
 
+    @property
+    def rows_per_sequence(self) -> int:
+        """Rows of one prefill call that may be pieces of one sequence."""
+        return 1 if any(spec.one_row_a_sequence for spec in self.layer_specs) else self.rows
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a layer has a policy of retention."""
+        return any(spec.evicts for spec in self.layer_specs)
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The model as it attends: a ring narrows the window of its layer."""
+        windows = [
+            min(window or spec.placement.window, spec.placement.window)
+            if isinstance(spec.placement, Ring)
+            else window
+            for window, spec in zip(self.model.layer_windows, self.layer_specs, strict=True)
+        ]
+        return dataclasses.replace(self.model, windows=tuple(windows))
+
     def init_cache(self) -> Cache:
         """An empty cache of this configuration."""
         return init_cache(
@@ -100,6 +121,7 @@ class InferenceConfig:
             self.layer_specs,
             slots=self.slots,
             max_length=self.max_length,
+            chunk=self.chunk,
             num_pages=self.num_pages,
         )
 

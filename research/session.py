@@ -4,6 +4,7 @@ Axes: B sequences (slots), R rows of a prefill call, n tokens of a decode call, 
 V vocabulary.
 """
 
+import collections
 import contextlib
 import dataclasses
 import time
@@ -16,7 +17,7 @@ import numpy as np
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import Sampling, SamplingParams
 from kvlab.research import inference
-from kvlab.research.cache import Cache, CacheUse, cache_use
+from kvlab.research.cache import Cache, CacheUse, cache_use, unwrapped
 from kvlab.research.compilation import Compilations, count_compilations
 from kvlab.research.inference import MAX_STOP_IDS, InferenceConfig, Params
 
@@ -89,14 +90,42 @@ class Session:
         by_slot = prompts if isinstance(prompts, Mapping) else dict(enumerate(prompts))
         arrays = {slot: self._checked(slot, ids) for slot, ids in by_slot.items()}
         self._check_room({slot: len(ids) for slot, ids in arrays.items()})
-        chunk, rows = self.config.chunk, self.config.rows
+        chunk = self.config.chunk
         pieces = [
             (slot, start) for slot, ids in arrays.items() for start in range(0, len(ids), chunk)
         ]
         hidden: dict[int, list[np.ndarray]] = {slot: [] for slot in arrays}
-        for first in range(0, len(pieces), rows):
-            self._prefill_rows(arrays, pieces[first : first + rows], hidden)
+        for call in self._calls(pieces):
+            self._prefill_rows(arrays, call, hidden)
+            if self.config.evicts:
+                self._evict([slot for slot, start in call if start + chunk >= len(arrays[slot])])
         return {slot: np.concatenate(states) for slot, states in hidden.items()}
+
+    def _calls(self, pieces: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """Cuts pieces (slot, start) into prefill calls, the pieces of a slot in their order."""
+        rows, of_one = self.config.rows, self.config.rows_per_sequence
+        waiting = list(pieces)
+        while waiting:
+            call: list[tuple[int, int]] = []
+            rest: list[tuple[int, int]] = []
+            taken: collections.Counter[int] = collections.Counter()
+            for place, piece in enumerate(waiting):
+                if len(call) == rows:
+                    rest += waiting[place:]
+                    break
+                fits = taken[piece[0]] < of_one
+                (call if fits else rest).append(piece)
+                taken[piece[0]] += 1
+            yield call
+            waiting = rest
+
+    def _evict(self, slots: Sequence[int]) -> None:
+        """Applies retention to sequences whose prompts are complete."""
+        if slots:
+            mask = np.zeros(self.config.slots, bool)
+            mask[list(slots)] = True
+            with self._counted():
+                self.cache = inference.evict(self.config, self.cache, mask)
 
     def _prefill_rows(
         self,
@@ -289,13 +318,14 @@ class Session:
 
     def _check_room(self, added: Mapping[int, int]) -> None:
         """Raises where the page pools have too few free pages for tokens added by slot."""
-        for table in self.cache.tables:
+        for table, heads in map(unwrapped, self.cache.tables):
             if not isinstance(table, PageTable):
                 continue
             held, size = np.asarray(table.lengths), table.page_size
             wanted = sum(
-                -(-(held[slot] + count) // size) - -(-held[slot] // size)
+                -(-(held[row] + count) // size) - -(-held[row] // size)
                 for slot, count in added.items()
+                for row in range(slot * heads, (slot + 1) * heads)
             )
             free = int(table.num_free)
             if wanted > free:
@@ -307,7 +337,7 @@ class Session:
 
 
 def compile_programs(params: Params, config: InferenceConfig) -> Compilations:
-    """Compiles prefill and decode of a config, for every session of it, without making one.
+    """Compiles prefill, decode and, where tokens are evicted, evict of a config, for its sessions.
 
     Most of a compilation runs on one core, so the two go side by side and take little longer than
     one.
@@ -327,10 +357,12 @@ def compile_programs(params: Params, config: InferenceConfig) -> Compilations:
     state = params, config, jax.eval_shape(config.init_cache), jax.eval_shape(config.init_logits)
     # Traced one after the other: JAX names inner functions as it meets them, and the persistent
     # compilation cache would see other names, and so another program, each time.
-    lowered = (
+    lowered = [
         inference.prefill.lower(*state, tokens, rows, rows, rows),
         inference.decode.lower(*state, sampling, slots, stops, feed, slots),
-    )
+    ]
+    if config.evicts:
+        lowered.append(inference.evict.lower(*state[1:3], slots > 0))
 
     def compile_one(program: jax.stages.Lowered) -> int:
         with count_compilations() as compilations:

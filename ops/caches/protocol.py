@@ -6,13 +6,16 @@ H head size. A step's rows are sequences; in prefill they are some of the cache'
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import jax
 
 from kvlab.ops.attention import AttentionOptions
+from kvlab.ops.evicting_table import EvictingTable
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.row_table import RowTable
+from kvlab.ops.storage import Stored
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +38,10 @@ class Step:
 
 # Maps the tokens of sequences to storage, and counts them. A step reserves first, so inside a layer
 # `lengths` already counts the tokens that the step writes.
-Table = PageTable | RowTable
+Table = PageTable | RowTable | EvictingTable
+
+# From a block's index i32[] to what is stored of its keys and values.
+ReadStored = Callable[[jax.Array], tuple[Stored, Stored]]
 
 
 @runtime_checkable

@@ -1,15 +1,15 @@
-"""What caches whose slots are in text order share: which slot a token takes, how blocks are read.
+"""What caches share: which slot a token takes, how stored blocks are attended to and gathered.
 
 Axes as in `kvlab.ops.caches.protocol`; s keys a read block.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from kvlab.ops import attention
-from kvlab.ops.attention import AttentionOptions
+from kvlab.ops.attention import AttentionOptions, Blocks
 from kvlab.ops.caches.protocol import Step, Table
 
 
@@ -27,49 +27,62 @@ def written_indices(step: Step, table: Table) -> jax.Array:
     return table.lengths[:, None] - order[:, -1:] + order - 1
 
 
-def attend_in_order(
+def attend_stored(
     query: jax.Array,
     step: Step,
-    table: Table,
     num_kv_heads: int,
     options: AttentionOptions,
-    block: int,
-    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-    gather: Callable[[], tuple[jax.Array, jax.Array]],
-) -> jax.Array:
-    """Attention over a cache whose slot i of a sequence holds its token at position i.
+    sources: Sequence[Blocks],
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over what a cache has stored.
 
     Args:
       query: [B, T, N, H] float.
       step: the tokens' places.
-      table: the step's rows of the layer's table.
       num_kv_heads: K.
       options: scale, window, soft cap and implementation.
-      block: keys a block.
-      read: keys [B, K, H, s] and values [B, K, s, H] of block i32[], in their stored dtype.
-      gather: keys and values [B, S, K, H] whole, for the reference implementation.
+      sources: the step's rows of the cache.
 
     Returns:
-      [B, T, N, H] in the query's dtype.
+      The output [B, T, N, H] in the query's dtype, and each query's logarithm of the normaliser
+      [B, K, G, T] float32.
     """
-    if attention.resolve_implementation(options.implementation) == "reference":
-        keys, values = gather()
-        slots = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
-        stored = slots < table.lengths[:, None]
-        slots = jnp.broadcast_to(slots, stored.shape)
-        mask = attention.attention_mask(step.positions, slots, stored, options.window)
-        values = jnp.where(stored[:, :, None, None], values, jnp.zeros((), values.dtype))
-        return attention.reference_attention(
-            query, keys, values, mask & step.valid[:, :, None], options
-        )
-
-    def read_block(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        keys, values = read(index)
-        slots = index * block + jnp.arange(block, dtype=jnp.int32)[None]
-        stored = slots < table.lengths[:, None]
-        return keys, values, jnp.broadcast_to(slots, stored.shape), stored
-
-    first, end = attention.block_range(step.positions, step.valid, options.window, block)
-    return attention.attend_blocks(
-        query, step.positions, step.valid, num_kv_heads, read_block, first, end, options
+    output, log_normaliser = attention.attend_blocks(
+        query, step.positions, step.valid, num_kv_heads, sources, options
     )
+    if attention.resolve_implementation(options.implementation) == "reference":
+        keys, values, positions, stored = gather_blocks(sources)
+        mask = attention.attention_mask(step.positions, positions, stored, options.window)
+        values = jnp.where(stored[:, :, None, None], values, jnp.zeros((), values.dtype))
+        mask &= step.valid[:, :, None]
+        output = attention.reference_attention(query, keys, values, mask, options)
+    return output, log_normaliser
+
+
+def gather_blocks(
+    sources: Sequence[Blocks],
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """All blocks side by side.
+
+    Returns:
+      Keys and values [B, S, K, H], their positions [B, S] int32 and whether each slot holds a
+      token that may be seen [B, S] bool.
+    """
+    parts = []
+    for source in sources:
+        index = jnp.arange(source.count, dtype=jnp.int32)
+        keys, values, positions, stored = jax.lax.map(source.read, index)
+        parts.append(
+            (
+                keys.transpose(1, 0, 4, 2, 3),  # [n, B, K, H, s]
+                values.transpose(1, 0, 3, 2, 4),  # [n, B, K, s, H]
+                positions.swapaxes(0, 1),
+                stored.swapaxes(0, 1),
+            )
+        )
+    joined = [
+        jnp.concatenate([a.reshape(a.shape[0], -1, *a.shape[3:]) for a in column], axis=1)
+        for column in zip(*parts, strict=True)
+    ]
+    keys, values, positions, stored = joined
+    return keys, values, positions, stored

@@ -14,6 +14,7 @@ from kvlab.ops.attention import (
     QUERY_BLOCK,
     READ_BLOCK,
     AttentionOptions,
+    Blocks,
     attend_blocks,
     attention,
     block_range,
@@ -198,11 +199,9 @@ class TestBlocks:
             query_positions,
             query_valid,
             self.K,
-            read_block,
-            first,
-            end,
+            [Blocks(read_block, first, end, self.NUM_BLOCKS)],
             options(window=window),
-        )
+        )[0]
 
     def given(self, last_positions):
         last = np.asarray(last_positions, np.int32)[:, None]

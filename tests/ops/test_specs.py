@@ -5,16 +5,19 @@ import itertools
 
 import pytest
 
+from kvlab.ops.retention import H2O, POLICIES, Sinks, SnapKV, Window
 from kvlab.ops.specs import (
     PLACEMENTS,
+    RETENTIONS,
     STORAGES,
     CacheSpec,
     Contiguous,
     Paged,
+    Kivi4,
     Recompute,
+    Ring,
     assign_tables,
     parse_placement,
-    table_placements,
 )
 
 
@@ -34,21 +37,43 @@ def test_the_default_is_paged_float32():
 
 @pytest.mark.parametrize(
     ("placement", "name"),
-    [(Recompute(), "recompute"), (Contiguous(), "contiguous"), (Paged(13), "paged:13")],
+    [
+        (Recompute(), "recompute"),
+        (Contiguous(), "contiguous"),
+        (Paged(13), "paged:13"),
+        (Ring(37), "ring:37"),
+    ],
 )
 def test_placements_print_as_they_are_named(placement, name):
     assert str(placement) == name
-    assert parse_placement(name.partition(":")[0], 13) == placement
+    assert parse_placement(name.partition(":")[0], 13, 37) == placement
 
 
-def test_every_named_placement_is_known():
-    kinds = [type(parse_placement(name, 16)) for name in PLACEMENTS]
-    assert kinds == [Recompute, Contiguous, Paged]
+def test_every_name_is_known():
+    kinds = [type(parse_placement(name, 16, 7)) for name in PLACEMENTS]
+    assert kinds == [Recompute, Contiguous, Paged, Ring]
+    assert ("all", *POLICIES) == RETENTIONS
 
 
 def test_an_unknown_placement_lists_the_legal_ones():
-    with pytest.raises(ValueError, match=r"'pagde' is not known; .* recompute, contiguous, paged$"):
+    with pytest.raises(ValueError, match=r"'pagde' is not known; .* contiguous, paged, ring$"):
         parse_placement("pagde", 16)
+
+
+def test_a_ring_has_a_window_of_a_position_or_more():
+    with pytest.raises(ValueError, match="placement=ring needs a window; give window=256"):
+        parse_placement("ring", 16)
+    with pytest.raises(ValueError, match="window=0 given: a ring holds 1 position or more"):
+        Ring(0)
+
+
+def test_the_sizes_of_kivi_are_checked():
+    assert CacheSpec(Contiguous(), "kivi4").storage == Kivi4(32, 0)
+    assert str(Kivi4(16, 48)) == "kivi4:16:48"
+    with pytest.raises(ValueError, match="group=24 given: legal values: 2, 4, 8, 16, 32, 64"):
+        Kivi4(24)
+    with pytest.raises(ValueError, match="residual=-1 given"):
+        Kivi4(32, -1)
 
 
 @pytest.mark.parametrize("page_size", [0, -16])
@@ -66,20 +91,34 @@ def test_other_placements_do_not_read_the_page_size():
 
 def test_an_unknown_storage_lists_the_legal_ones():
     with pytest.raises(
-        ValueError, match=r"storage='float64' is not known; .* float32, bfloat16, .*int4$"
+        ValueError, match=r"storage='float64' is not known; .* float32, bfloat16, .*kivi4$"
     ):
         CacheSpec(storage="float64")
 
 
-def test_every_point_is_legal_or_names_a_legal_neighbour():
-    placements = [Recompute(), Contiguous(), Paged(1), Paged(16)]
-    for placement, storage in itertools.product(placements, STORAGES):
+def test_every_point_is_legal_or_names_both_fields_and_a_legal_neighbour():
+    placements = [Recompute(), Contiguous(), Paged(1), Paged(16), Paged(64), Ring(37)]
+    policies = [None, *(policy() for policy in POLICIES.values())]
+    seen = set()
+    for placement, storage, policy in itertools.product(placements, STORAGES, policies):
+        name = type(policy).__name__
         if placement == Recompute() and storage != "float32":
-            message = f"placement=recompute .* storage={storage} .* use storage=float32, or placem"
-            with pytest.raises(ValueError, match=message):
-                CacheSpec(placement, storage)
+            message = f"placement=recompute .* storage={storage}.* use storage=float32, or placem"
+        elif storage == "kivi4" and placement in (Paged(1), Paged(16)):
+            message = f"storage=kivi4:32:0 .* page_size={placement.page_size} .* use page_size=32"
+        elif policy and placement in (Recompute(), Ring(37)):
+            message = f"placement={placement} .* retention={name} .* use retention=all, or placeme"
+        elif policy and storage == "kivi4":
+            message = f"retention={name} .* storage=kivi4:32:0 .* use storage=int4, or retention"
         else:
-            assert CacheSpec(placement, storage).storage == storage
+            spec = CacheSpec(placement, storage, policy)
+            assert spec.storage == (Kivi4() if storage == "kivi4" else storage)
+            assert spec.evicts == (policy is not None)
+            continue
+        seen.add(message)
+        with pytest.raises(ValueError, match=message):
+            CacheSpec(placement, storage, policy)
+    assert len(seen) == 22
 
 
 def test_layers_of_one_placement_share_a_table():
@@ -93,13 +132,30 @@ def test_layers_of_one_placement_share_a_table():
     assigned = assign_tables(specs)
     assert [spec.table for spec in assigned] == [0, 1, 2, 0, 1]
     assert [dataclasses.replace(spec, table=0) for spec in assigned] == specs
-    assert table_placements(assigned) == (Paged(16), Contiguous(), Paged(8))
     assert assign_tables(assigned) == assigned
 
 
 def test_recompute_on_every_layer_has_one_table():
-    assigned = assign_tables([CacheSpec(Recompute())] * 3)
-    assert table_placements(assigned) == (Recompute(),)
+    assert [spec.table for spec in assign_tables([CacheSpec(Recompute())] * 3)] == [0, 0, 0]
+
+
+def test_a_ring_counts_with_the_contiguous_layers():
+    specs = [CacheSpec(Ring(7)), CacheSpec(Contiguous()), CacheSpec(Ring(9)), CacheSpec(Paged(7))]
+    assert [spec.table for spec in assign_tables(specs)] == [0, 0, 0, 1]
+
+
+def test_evicting_layers_share_a_table_where_they_hold_equally_many_tokens():
+    def tables(*policies, heads=3):
+        specs = [CacheSpec(Paged(16), retention=policy) for policy in policies]
+        return [spec.table for spec in assign_tables(specs, [heads] * len(specs))]
+
+    assert tables(None, Window(40), Sinks(40), Window(41)) == [0, 1, 1, 2]
+    assert tables(H2O(40), SnapKV(40, when="both"), H2O(40, when="prefill")) == [0, 0, 1]
+    assert tables(Window(40), H2O(40)) == [0, 1]  # a row a sequence, and a row a head
+    shared = SnapKV(40, allocation="per_head")
+    assert tables(shared, shared, SnapKV(40)) == [0, 1, 2]
+    mixed = [CacheSpec(Paged(16), retention=H2O(40))] * 3
+    assert [spec.table for spec in assign_tables(mixed, [3, 1, 3])] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("other", [Contiguous(), Paged(8)])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvlab.ops.specs import STORAGES
-from kvlab.ops.storage import decode, empty, encode
+from kvlab.ops.storage import decode, empty_keys, empty_values, encode
 
+SYMMETRIC = [storage for storage in STORAGES if storage != "kivi4"]
 QUANTISED = {"float8_e4m3fn": 2.0**-4, "int8": 0.5 / 127, "int4": 0.5 / 7}  # step over largest
 B, T, K, H = 3, 5, 7, 22
 
@@ -32,7 +33,7 @@ def test_values_come_back_within_half_a_step_of_their_own_head(storage):
     np.testing.assert_allclose(np.abs(back).max(-1, keepdims=True), largest, rtol=1e-6)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", SYMMETRIC)
 def test_a_token_is_stored_alike_whatever_its_neighbours_are(storage):
     values = normal(B, T, K, H)
     back, _ = there_and_back(values, storage)
@@ -41,10 +42,10 @@ def test_a_token_is_stored_alike_whatever_its_neighbours_are(storage):
     np.testing.assert_array_equal(back[0].view(np.uint8), other[0].view(np.uint8))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", SYMMETRIC)
 def test_empty_has_the_shape_and_bytes_of_what_is_encoded(storage):
     stored = encode(jnp.asarray(normal(B, T, K, H)), storage)
-    zeros = empty((B, T, K, H), 3, storage)
+    zeros = empty_values((B, T, K, H), storage)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), stored) == jax.tree.map(
         lambda a: (a.shape, a.dtype), zeros
     )
@@ -56,7 +57,7 @@ def test_empty_has_the_shape_and_bytes_of_what_is_encoded(storage):
     assert not np.asarray(decode(zeros, storage, 3)).any()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", SYMMETRIC)
 def test_the_axes_may_lie_in_any_order(storage):
     values = normal(B, T, K, H)
     back, stored = there_and_back(values, storage)
@@ -81,4 +82,4 @@ def test_extremes(storage):
 
 def test_int4_of_an_odd_head_is_an_error_that_names_a_way_out():
     with pytest.raises(ValueError, match="head_dim=7 is odd; use storage=int8"):
-        empty((3, 7), 1, "int4")
+        empty_keys((3, 1, 7, 64), "int4")
