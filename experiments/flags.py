@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from absl import flags as absl_flags
 
-from kvlab.ops.specs import PLACEMENTS, STORAGES, CacheSpec, parse_placement
+from kvlab.ops.specs import PLACEMENTS, RETENTIONS, STORAGES, CacheSpec, Recompute
 
 ONE: Literal["one"] = "one"
 MANY: Literal["many"] = "many"
@@ -113,6 +113,19 @@ def _attention(written: str) -> str:
     return parse_attention(written)
 
 
+def _retention(written: str) -> str:
+    if written not in RETENTIONS:
+        from kvlab.research.cache_axes import load_policy
+
+        load_policy(written)
+    return written
+
+
+def _budget(written: str) -> int | float:
+    value = number(written)
+    return int(value) if value == int(value) and "." not in written else value
+
+
 def _implementation(written: str) -> str:
     from kvlab.ops.attention import IMPLEMENTATIONS
 
@@ -127,12 +140,46 @@ _AXES = {
         choice(*PLACEMENTS), "NAME", f"where keys and values lie: {', '.join(PLACEMENTS)}"
     ),
     "page_size": Flag(whole(1), "N", "tokens a page, with placement paged"),
+    "window": Flag(whole(1), "N", "positions that a query sees, with placement ring"),
     "storage": Flag(choice(*STORAGES), "FORM", f"of keys and values: {', '.join(STORAGES)}"),
+    "group": Flag(whole(1), "N", "tokens that share a scale, with storage kivi4; 32"),
+    "residual": Flag(whole(), "N", "newest tokens in full precision, with storage kivi4; 0"),
+    "retention": Flag(
+        _retention,
+        "NAME",
+        f"which tokens stay: {', '.join(RETENTIONS)}, or module:Class for a policy of your own",
+    ),
+    "budget": Flag(
+        _budget, "N", "tokens that retention keeps, or a share of the prompt (0.5); 256"
+    ),
+    "when": Flag(
+        choice("prefill", "decode", "both"), "WHEN", "retention applies: prefill, decode or both"
+    ),
+    "num_sinks": Flag(whole(), "N", "first tokens that stay, with retention sinks; 4"),
+    "positions": Flag(
+        choice("text", "cache"), "WHERE", "keys are turned by, with retention sinks: text or cache"
+    ),
+    "recent": Flag(whole(), "N", "newest tokens that stay, with retention h2o (32) or random (0)"),
+    "observation": Flag(whole(1), "N", "last queries that judge, with retention snapkv; 32"),
+    "kernel": Flag(whole(1), "N", "slots that snapkv averages over, an odd number; 5"),
+    "allocation": Flag(
+        choice("uniform", "per_head"),
+        "HOW",
+        "heads share the budget, with retention h2o, snapkv or random: uniform or per_head",
+    ),
+    "safeguard": Flag(number, "X", "share of the budget that per_head leaves every head; 0.2"),
 }
 _IMPLEMENTATION = Flag(
     _implementation, "NAME", "of attention: chunked or reference; the best one if not given"
 )
-_ONE_POINT: dict[str, Any] = {"placement": "paged", "page_size": 16, "storage": "float32"}
+_ONE_POINT: dict[str, Any] = {
+    "placement": "paged",
+    "page_size": 16,
+    "storage": "float32",
+    "retention": "all",
+}
+CACHE_AXES = tuple(name for name in _AXES if name != "attention")
+"""The axis flags that `kvlab.research.cache_axes.cache_specs` crosses."""
 
 _SHARED = {
     "model": Flag(text, "MODEL", _MODEL_HELP, DEFAULT_MODEL),
@@ -208,9 +255,16 @@ def cache_point(values: absl_flags.FlagValues) -> CacheSpec:
     """The point on the cache axes that the flags of `command_flags(axes=ONE)` name.
 
     Raises:
-      ValueError: a storage for `recompute`, which stores nothing.
+      ValueError: an impossible value or combination, or a parameter that the point does not use.
     """
-    return CacheSpec(parse_placement(values.placement, values.page_size), values.storage)
+    from kvlab.research.cache_axes import cache_specs, load_policy
+
+    given: dict[str, Any] = {name: values[name].value for name in CACHE_AXES}
+    if given["placement"] == "recompute":  # which a product lets pass whatever the other axes are
+        policy = load_policy(given["retention"])
+        CacheSpec(Recompute(), given["storage"], None if policy is None else policy())
+    (point,) = cache_specs({name: (value,) for name, value in given.items() if value is not None})
+    return point
 
 
 class _Parser(absl_flags.ArgumentParser):

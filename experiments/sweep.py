@@ -16,13 +16,14 @@ import pathlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvlab.experiments.flags import MANY, Flag, comma_list, command_flags, text, whole
+from kvlab.experiments.flags import CACHE_AXES, MANY, Flag, comma_list, command_flags, text, whole
 from kvlab.experiments.main import execute
 
 if TYPE_CHECKING:
     from kvlab.research.experiment import Sweep
 
 _DEFAULT_CONFIG = "attention_cache"
+_DEFAULT_PLACEMENTS = ("recompute", "contiguous", "paged")
 
 
 def _tokens_or_all(written: str) -> int | str:
@@ -87,9 +88,8 @@ def present(out: pathlib.Path, rows: list) -> int:
 
 def _sweep() -> "Sweep":
     """The experiment that the flags describe."""
-    from kvlab.ops.specs import PLACEMENTS
+    from kvlab.research.cache_axes import cache_specs
     from kvlab.research.experiment import cross, load_experiment
-    from kvlab.research.variants import cache_specs
 
     sweep = load_experiment(FLAGS.config)
     names = {field.name for field in dataclasses.fields(sweep)}
@@ -97,12 +97,9 @@ def _sweep() -> "Sweep":
     changes = {name: value for name, value in given.items() if name in names}
     if changes.get("quality_tokens") == "all":
         changes["quality_tokens"] = None
-    if {"attention", "placement", "page_size", "storage"} & set(given):
-        caches = cache_specs(
-            given.get("placement", PLACEMENTS),
-            given.get("page_size", (16,)),
-            given.get("storage", ("float32",)),
-        )
+    axes = {name: given[name] for name in CACHE_AXES if name in given}
+    if axes or "attention" in given:
+        caches = cache_specs({"placement": _DEFAULT_PLACEMENTS} | axes)
         changes["variants"] = cross(given.get("attention", ("mha", "gqa", "mqa")), tuple(caches))
     return dataclasses.replace(sweep, **changes)
 

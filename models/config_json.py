@@ -1,6 +1,7 @@
 """Decoder configs as JSON: what lies beside kvlab's own checkpoints and in run manifests.
 
-Every dataclass becomes an object that names its class under "type"; tuples become lists.
+Every dataclass becomes an object that names its class under "type", with its module where it is not
+kvlab's own (`module:Class`); tuples become lists.
 """
 
 import dataclasses
@@ -62,7 +63,9 @@ def encoded(value: Any) -> Any:
     """
     if dataclasses.is_dataclass(value):
         fields = {f.name: encoded(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"type": type(value).__name__} | fields
+        cls = type(value)
+        known = cls.__module__.startswith("kvlab.")
+        return {"type": cls.__name__ if known else f"{cls.__module__}:{cls.__name__}"} | fields
     if isinstance(value, tuple):
         return [encoded(item) for item in value]
     return value

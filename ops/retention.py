@@ -12,7 +12,7 @@ score, moving survivors, freeing pages) is the same for all, so a new policy is 
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.extend
@@ -53,7 +53,7 @@ class Retention:
     """
 
     budget: int | float = 256
-    when: Literal["prefill", "decode", "both"] = "both"
+    when: str = "both"
 
     by_head: ClassVar[bool] = False
     """Whether each KV head keeps tokens of its own choice."""
@@ -84,6 +84,25 @@ class Retention:
             raise ValueError(
                 f"when={self.when!r} is not known; legal values: prefill, decode, both"
             )
+
+    @property
+    def name(self) -> str:
+        """As the command line names the policy."""
+        cls = type(self)
+        for name, policy in POLICIES.items():
+            if policy is cls:
+                return name
+        return f"{cls.__module__}:{cls.__name__}"
+
+    def settings(self) -> dict[str, Any]:
+        """The policy and its parameters, as a row's config names them."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.shared_safeguard is None:
+            fields.pop("safeguard", None)
+        return {"retention": self.name} | fields
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.budget}"
 
     def score(self, evidence: Evidence) -> Float[Array, "rows S"]:
         """How much each token is worth keeping; of equals the older one is."""
@@ -126,7 +145,7 @@ class Sinks(Retention):
     """
 
     num_sinks: int = 4
-    positions: Literal["text", "cache"] = "text"
+    positions: str = "text"
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -154,7 +173,7 @@ class ByHead(Retention):
         score (AdaKV, section 3.3).
     """
 
-    allocation: Literal["uniform", "per_head"] = "uniform"
+    allocation: str = "uniform"
     safeguard: float = 0.2
 
     by_head: ClassVar[bool] = True
@@ -175,6 +194,8 @@ class ByHead(Retention):
             raise ValueError(
                 f"safeguard={self.safeguard} given: want a share of the budget, 0 to 1"
             )
+        if self.allocation == "uniform":  # which has no safeguard: equal policies are equal values
+            object.__setattr__(self, "safeguard", ByHead.safeguard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +239,7 @@ class SnapKV(ByHead):
       kernel: width of the mean over neighbouring slots, an odd number.
     """
 
-    when: Literal["prefill", "decode", "both"] = "prefill"
+    when: str = "prefill"
     observation: int = 32
     kernel: int = 5
 

@@ -188,17 +188,16 @@ class CacheSpec:
             )
         if self.retention is None:
             return
-        name = type(self.retention).__name__
         if isinstance(placement, Recompute | Ring):
             reason = "stores nothing to evict" if placement == Recompute() else "evicts by itself"
             raise ValueError(
-                f"placement={placement} {reason}, so retention={name} means nothing there; use "
-                "retention=all, or placement=paged"
+                f"placement={placement} {reason}, so retention={self.retention} means nothing "
+                "there; use retention=all, or placement=paged"
             )
         if isinstance(storage, Kivi4):
             raise ValueError(
-                f"retention={name} evicts single tokens, and storage={storage} keeps keys in "
-                f"groups of {storage.group}; use storage=int4, or retention=all"
+                f"retention={self.retention} evicts single tokens, and storage={storage} keeps "
+                f"keys in groups of {storage.group}; use storage=int4, or retention=all"
             )
 
     @property

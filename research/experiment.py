@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvlab.models.config_json import decoded, encoded
-from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
+from kvlab.ops.specs import CacheSpec, Paged, Recompute
+from kvlab.research.cache_axes import classes_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +39,15 @@ class Variant:
         if len(set(self._specs)) > 1:
             settings["placement"] = _runs(tuple(str(spec.placement) for spec in self._specs))
             settings["storage"] = _runs(tuple(str(spec.storage) for spec in self._specs))
+            settings["retention"] = _runs(tuple(str(s.retention or "all") for s in self._specs))
             return settings
         spec = self._specs[0]
         if isinstance(spec.placement, Paged):
             settings |= {"placement": "paged", "page_size": spec.placement.page_size}
         else:
             settings["placement"] = str(spec.placement)
-        return settings | {"storage": str(spec.storage)}
+        settings |= {"storage": str(spec.storage), "retention": "all"}
+        return settings if spec.retention is None else settings | spec.retention.settings()
 
 
 def _runs(values: str | tuple[str, ...]) -> str:
@@ -130,9 +133,9 @@ class Sweep:
         Raises:
           ValueError: not a sweep, or one of another version of kvlab.
         """
-        classes = (Sweep, Variant, CacheSpec, Paged, Contiguous, Recompute)
         try:
-            sweep = decoded(dict(value), {one.__name__: one for one in classes})
+            classes = {"Sweep": Sweep, "Variant": Variant} | classes_named(value)
+            sweep = decoded(dict(value), classes)
         except TypeError as error:
             raise ValueError(f"the manifest's config is not a sweep: {error}") from error
         if not isinstance(sweep, Sweep):

@@ -1,21 +1,16 @@
-"""The axes by their names: attention variants of a loaded model, and points on the cache axes.
+"""Attention variants of a loaded model, by their names.
 
 Axes: N query heads, K KV heads.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
 
 from kvlab.models.config import DecoderConfig
 from kvlab.models.convert import convert_attention, legal_kv_heads
 from kvlab.models.load import Model
-from kvlab.ops.specs import CacheSpec, Paged, Recompute, parse_placement
 
 ATTENTIONS = "mha, gqa, gqa:K (K KV heads, such as gqa:2), mqa"
 """The legal names, in words for messages and help."""
-
-_DEFAULT_PAGE_SIZES = (Paged().page_size,)
 
 
 def parse_attention(text: str) -> str:
@@ -124,32 +119,3 @@ def with_attention(model: Model, attention: str | None) -> Model:
         return model
     config, params = apply_attention(model.config, model.params, attention)
     return dataclasses.replace(model, config=config, params=params)
-
-
-def cache_specs(
-    placements: Sequence[str],
-    page_sizes: Sequence[int] = _DEFAULT_PAGE_SIZES,
-    storages: Sequence[str] = ("float32",),
-) -> list[CacheSpec]:
-    """The product of the cache axes, in the order given.
-
-    A parameter that a point does not use is no part of it: only `paged` has a page size, and
-    `recompute` stores nothing. Equal points come once.
-
-    Args:
-      placements: names of placements.
-      page_sizes: tokens a page.
-      storages: names of dtypes.
-
-    Returns:
-      The points.
-
-    Raises:
-      ValueError: an unknown name, a page size below 1.
-    """
-    points = []
-    for name, page_size, storage in itertools.product(placements, page_sizes, storages):
-        placement = parse_placement(name, page_size)
-        stored = "float32" if isinstance(placement, Recompute) else storage
-        points.append(CacheSpec(placement, stored))
-    return list(dict.fromkeys(points))

@@ -16,8 +16,9 @@ from kvlab.experiments.flags import (
     text,
     whole,
 )
-from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
-from kvlab.research.variants import cache_specs
+from kvlab.ops.retention import H2O, Sinks
+from kvlab.ops.specs import CacheSpec, Contiguous, Kivi4, Paged, Recompute, Ring
+from kvlab.research.cache_axes import cache_specs
 
 
 def parsed(values: absl_flags.FlagValues, *arguments: str) -> absl_flags.FlagValues:
@@ -39,7 +40,11 @@ def test_axes_of_a_sweep_are_lists_that_are_none_until_given():
     assert flags.attention == ("mha", "gqa:2", "mqa")
     assert flags.page_size == (8, 16, 64)
     assert flags.implementation == "reference"
-    assert len(flags.attention) * len(cache_specs(flags.placement, flags.page_size)) == 12
+    assert (
+        len(flags.attention)
+        * len(cache_specs({name: flags[name].value for name in ("placement", "page_size")}))
+        == 12
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,16 @@ def test_axes_of_a_sweep_are_lists_that_are_none_until_given():
         (["--page_size=3", "--storage=bfloat16"], CacheSpec(Paged(3), "bfloat16")),
         (["--placement=contiguous", "--page_size=3"], CacheSpec(Contiguous())),
         (["--placement=recompute"], CacheSpec(Recompute())),
+        (["--placement=ring", "--window=37"], CacheSpec(Ring(37))),
+        (["--storage=kivi4", "--group=8", "--residual=5"], CacheSpec(Paged(16), Kivi4(8, 5))),
+        (
+            ["--retention=h2o", "--budget=0.5", "--recent=7", "--allocation=per_head"],
+            CacheSpec(retention=H2O(0.5, recent=7, allocation="per_head")),
+        ),
+        (
+            ["--retention=sinks", "--budget=64", "--num_sinks=2", "--when=decode"],
+            CacheSpec(retention=Sinks(64, "decode", 2)),
+        ),
     ],
 )
 def test_one_point_has_defaults(arguments, point):
@@ -59,6 +74,16 @@ def test_a_storage_for_what_stores_nothing_is_refused():
     flags = parsed(command_flags(axes=ONE), "--placement=recompute", "--storage=bfloat16")
     with pytest.raises(ValueError, match="storage=bfloat16 means nothing there"):
         cache_point(flags)
+    flags = parsed(command_flags(axes=ONE), "--placement=recompute", "--retention=h2o")
+    with pytest.raises(ValueError, match="retention=h2o:256 means nothing there"):
+        cache_point(flags)
+
+
+def test_a_retention_is_named_or_imported():
+    with pytest.raises(absl_flags.IllegalFlagValueError, match=r"'h20' is not known; .*module:C"):
+        parsed(command_flags(axes=ONE), "--retention=h20")
+    with pytest.raises(absl_flags.IllegalFlagValueError, match="nowhere:P cannot be imported"):
+        parsed(command_flags(axes=ONE), "--retention=nowhere:P")
 
 
 def test_a_command_takes_the_flags_it_wants_and_words_them():

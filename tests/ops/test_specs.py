@@ -12,8 +12,8 @@ from kvlab.ops.specs import (
     STORAGES,
     CacheSpec,
     Contiguous,
-    Paged,
     Kivi4,
+    Paged,
     Recompute,
     Ring,
     assign_tables,
@@ -101,7 +101,7 @@ def test_every_point_is_legal_or_names_both_fields_and_a_legal_neighbour():
     policies = [None, *(policy() for policy in POLICIES.values())]
     seen = set()
     for placement, storage, policy in itertools.product(placements, STORAGES, policies):
-        name = type(policy).__name__
+        name = policy
         if placement == Recompute() and storage != "float32":
             message = f"placement=recompute .* storage={storage}.* use storage=float32, or placem"
         elif storage == "kivi4" and placement in (Paged(1), Paged(16)):

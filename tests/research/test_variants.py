@@ -10,11 +10,8 @@ import pytest
 from kvlab.models.decoder import Decoder
 from kvlab.models.load import load_model
 from kvlab.models.presets import preset
-from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
-from kvlab.research.experiment import cross
 from kvlab.research.variants import (
     apply_attention,
-    cache_specs,
     kv_heads,
     parse_attention,
     with_attention,
@@ -103,31 +100,3 @@ def test_mha_computes_the_same_function_and_mqa_another():
         96,
         16,
     )
-
-
-def test_the_product_has_no_parameter_that_a_point_does_not_use():
-    specs = cache_specs(["contiguous", "paged"], [8, 16, 64])
-    assert specs == [CacheSpec(Contiguous()), *(CacheSpec(Paged(size)) for size in (8, 16, 64))]
-    assert len(cross(("mha", "gqa", "mqa"), tuple(specs))) == 12
-
-
-def test_recompute_has_no_storage():
-    specs = cache_specs(["recompute", "contiguous"], storages=["bfloat16", "float32"])
-    assert specs == [
-        CacheSpec(Recompute()),
-        CacheSpec(Contiguous(), "bfloat16"),
-        CacheSpec(Contiguous(), "float32"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("axes", "told"),
-    [
-        ((["pagd"],), "placement='pagd' is not known; legal values: recompute, contiguous, paged"),
-        ((["paged"], [0]), "page_size=0 given"),
-        ((["paged"], [4], ["int3"]), "storage='int3' is not known; legal values: float32"),
-    ],
-)
-def test_wrong_axis_values_are_refused(axes, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
-        cache_specs(*axes)
