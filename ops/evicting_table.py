@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvlab.ops.page_pool import rank_among_equals
 from kvlab.ops.page_table import CopyPlan, PageTable
 from kvlab.ops.row_table import RowTable
 
@@ -127,14 +128,28 @@ class EvictingTable:
         lengths = self.lengths.at[source].get(mode="fill", fill_value=0)
         wanted = jnp.zeros_like(self.lengths).at[target].set(lengths, mode="drop")
         table, granted = self.table.reserve(wanted)
+        plan = CopyPlan(_all_slots(self.table, source), _all_slots(table, target))
+        return dataclasses.replace(self, table=table, limits=limits), plan, jnp.all(granted)
 
-        def slots(table: PageTable, rows: jax.Array) -> jax.Array:
-            view = table.rows(rows, jnp.zeros_like(rows))
-            indices = jnp.arange(table.capacity, dtype=jnp.int32)[None]
-            indices = jnp.broadcast_to(indices, (rows.shape[0], table.capacity))
-            return view.flat_slots(indices).reshape(-1)
+    def reorder(self, parents: jax.Array) -> tuple["EvictingTable", CopyPlan | None, jax.Array]:
+        """Sequence b takes over what `parents[b]` i32[B] holds; B empties it.
 
-        plan = CopyPlan(slots(self.table, source), slots(table, target))
+        The first child of a parent has its pages, the others get copies.
+
+        Returns:
+          As `fork`.
+        """
+        rows = self.rows_of(parents)
+        limits = self.limits.at[rows].get(mode="fill", fill_value=UNLIMITED)
+        if isinstance(self.table, RowTable):
+            counted = self.table.reorder(rows)
+            return dataclasses.replace(self, table=counted, limits=limits), None, jnp.ones((), bool)
+        first = rank_among_equals(rows) == 0
+        moved = self.table.reorder(jnp.where(first, rows, self.table.num_sequences))
+        lengths = self.lengths.at[rows].get(mode="fill", fill_value=0)
+        table, granted = moved.reserve(jnp.where(first, 0, lengths))
+        copies = jnp.where(first, table.num_sequences, jnp.arange(rows.shape[0], dtype=jnp.int32))
+        plan = CopyPlan(_all_slots(self.table, rows), _all_slots(table, copies))
         return dataclasses.replace(self, table=table, limits=limits), plan, jnp.all(granted)
 
     def rows(self, slots: jax.Array, later: jax.Array) -> "EvictingTable":
@@ -150,3 +165,10 @@ class EvictingTable:
     def _of_sequences(self, granted: jax.Array) -> jax.Array:
         """Whether all rows of each sequence were granted, [B] bool."""
         return jnp.all(granted.reshape(-1, self.heads), axis=1)
+
+
+def _all_slots(table: PageTable, rows: jax.Array) -> jax.Array:
+    """Flat slots of all that rows i32[n] may hold, `[n * capacity] int32`."""
+    view = table.rows(rows, jnp.zeros_like(rows))
+    indices = jnp.arange(table.capacity, dtype=jnp.int32)[None]
+    return view.flat_slots(jnp.broadcast_to(indices, (rows.shape[0], table.capacity))).reshape(-1)

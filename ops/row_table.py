@@ -44,8 +44,9 @@ class RowTable:
         )
 
     def reorder(self, parents: jax.Array) -> "RowTable":
-        """Sequence b takes over the length of `parents[b]` i32[B]."""
-        return dataclasses.replace(self, lengths=self.lengths[parents])
+        """Sequence b takes over the length of `parents[b]` i32[B]; B empties it."""
+        lengths = self.lengths.at[parents].get(mode="fill", fill_value=0)
+        return dataclasses.replace(self, lengths=lengths)
 
     def trim(self, lengths: jax.Array) -> "RowTable":
         """Shortens sequences to `lengths` i32[B]."""

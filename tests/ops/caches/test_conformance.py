@@ -11,13 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvlab.ops.attention import AttentionOptions
+from kvlab.ops.attention import READ_BLOCK, AttentionOptions
 from kvlab.ops.caches.contiguous import ContiguousCache
+from kvlab.ops.caches.evicting import EvictingCache, notes_of
+from kvlab.ops.caches.kivi import KiviCache
 from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import Step, array_bytes
+from kvlab.ops.evicting_table import EvictingTable
 from kvlab.ops.page_table import PageTable
+from kvlab.ops.retention import H2O, Random, Retention, Sinks, SnapKV
 from kvlab.ops.row_table import RowTable
-from kvlab.ops.specs import Contiguous, Paged
+from kvlab.ops.specs import Contiguous, Kivi4, Paged, Ring
 
 # Sequences, rows and tokens of a prefill call, query heads, KV heads, head size, most tokens.
 B, R, CHUNK, N, K, H, MAX_LENGTH = 5, 2, 29, 6, 2, 14, 151
@@ -28,29 +32,56 @@ FLOAT32 = 1e-5  # of the largest output: scores reach 50, and a last bit of 50 i
 class Variant:
     """A placement, a storage and an implementation of attention."""
 
-    placement: Contiguous | Paged
-    storage: str = "float32"
+    placement: Contiguous | Paged | Ring
+    storage: str | Kivi4 = "float32"
     implementation: str | None = None
+    retention: Retention | None = None
 
     def __str__(self):
-        return f"{self.placement}-{self.storage}-{self.implementation or 'default'}"
+        point = f"{self.placement}-{self.storage}-{self.retention or 'all'}"
+        return f"{point}-{self.implementation or 'default'}"
+
+    @property
+    def heads(self):
+        """Rows of the table that a sequence has."""
+        return K if self.retention is not None and self.retention.by_head else 1
+
+    @property
+    def window(self):
+        return self.placement.window if isinstance(self.placement, Ring) else None
+
+    @property
+    def row(self):
+        """Slots of a row, in whole read blocks."""
+        needed = MAX_LENGTH if self.window is None else self.window + CHUNK - 1
+        return -(-needed // READ_BLOCK) * READ_BLOCK
 
     def table(self):
-        if isinstance(self.placement, Contiguous):
-            return RowTable.init(B, MAX_LENGTH)
-        page_size = self.placement.page_size
-        per_sequence = -(-MAX_LENGTH // page_size)
-        table = PageTable.init(B, B * per_sequence + 3, page_size, per_sequence)
-        # Pages of a sequence do not lie side by side, nor in order.
-        mixed = np.random.default_rng(37).permutation(table.num_pages).astype(np.int32)
-        return dataclasses.replace(table, free_pages=jnp.asarray(mixed))
+        if isinstance(self.placement, Paged):
+            page_size = self.placement.page_size
+            per_sequence = -(-MAX_LENGTH // page_size)
+            num_pages = (B * per_sequence + 3) * self.heads
+            table = PageTable.init(B * self.heads, num_pages, page_size, per_sequence)
+            # Pages of a sequence do not lie side by side, nor in order.
+            mixed = np.random.default_rng(37).permutation(num_pages).astype(np.int32)
+            table = dataclasses.replace(table, free_pages=jnp.asarray(mixed))
+        else:
+            table = RowTable.init(B * self.heads, MAX_LENGTH)
+        return table if self.retention is None else EvictingTable.init(table, self.heads)
 
     def cache(self, fill=np.nan):
-        if isinstance(self.placement, Contiguous):
-            cache = ContiguousCache.init(B, MAX_LENGTH, K, H, self.storage)
+        notes = () if self.retention is None else notes_of(self.retention)
+        stored = K // self.heads, H, self.storage, notes
+        if isinstance(self.placement, Paged):
+            num_pages = (B * -(-MAX_LENGTH // self.placement.page_size) + 3) * self.heads
+            cache = PagedCache.init(num_pages, self.placement.page_size, *stored)
         else:
-            num_pages = self.table().num_pages
-            cache = PagedCache.init(num_pages, self.placement.page_size, K, H, self.storage)
+            cache = ContiguousCache.init(B * self.heads, self.row, *stored)
+        if isinstance(self.storage, Kivi4):
+            cache = KiviCache.init(cache, B, CHUNK, K, H, self.storage)
+        if self.retention is not None:
+            rows = B * self.heads
+            cache = EvictingCache.init(cache, self.retention, 3, rows, N // self.heads, H)
 
         def filled(array):
             is_int = np.issubdtype(array.dtype, np.integer)  # it has no NaN, but its scale has
@@ -60,10 +91,14 @@ class Variant:
 
     def flat_slots(self, table, cache, sequence, indices):
         """Slots, as `copy` numbers them, of some tokens of a sequence."""
+        del cache
+        rows = np.arange(sequence * self.heads, (sequence + 1) * self.heads)[:, None]
+        table = table.table if self.retention is not None else table
         if isinstance(table, PageTable):
-            everywhere = jnp.broadcast_to(jnp.asarray(indices, jnp.int32), (B, len(indices)))
-            return np.asarray(table.flat_slots(everywhere))[sequence]
-        return sequence * cache.capacity + np.asarray(indices, np.int32)
+            shape = (B * self.heads, len(indices))
+            everywhere = jnp.broadcast_to(jnp.asarray(indices, jnp.int32), shape)
+            return np.asarray(table.flat_slots(everywhere))[rows[:, 0]].reshape(-1)
+        return (rows * self.row + np.asarray(indices, np.int32) % self.row).reshape(-1)
 
 
 VARIANTS = [
@@ -80,6 +115,21 @@ VARIANTS = [
     *(Variant(Paged(16), storage) for storage in ("float8_e4m3fn", "int8", "int4")),
     Variant(Paged(7), "int4", implementation="reference"),
     Variant(Paged(7), implementation="reference"),
+    Variant(Ring(37)),
+    Variant(Ring(11)),  # a chunk is longer than the window
+    Variant(Ring(37), "int8"),
+    Variant(Ring(37), implementation="reference"),
+    Variant(Contiguous(), Kivi4(32, 0)),
+    Variant(Paged(16), Kivi4(16, 11)),
+    Variant(Paged(64), Kivi4(2, 0), implementation="reference"),
+    Variant(Ring(37), Kivi4(16, 3)),
+    # With a budget that nothing exceeds; what is evicted is in test_evicting.py.
+    Variant(Contiguous(), retention=Sinks(MAX_LENGTH)),
+    Variant(Paged(7), retention=Sinks(MAX_LENGTH)),
+    Variant(Paged(16), retention=H2O(MAX_LENGTH)),
+    Variant(Contiguous(), "int8", retention=H2O(MAX_LENGTH, allocation="per_head")),
+    Variant(Paged(16), retention=SnapKV(MAX_LENGTH, observation=7)),
+    Variant(Paged(128), "int4", "reference", Random(MAX_LENGTH)),
 ]
 
 MASKS = {"causal": {}, "windowed": {"window": 37, "soft_cap": 3.0}}  # fields of AttentionOptions
@@ -113,16 +163,28 @@ def attend(query, key, value, step, cache, rows, options):
 @jit
 def fork(table, cache, source, target):
     """Copies sequences, a shared partial page included."""
-    table, ok = table.fork(source, target), jnp.ones(B, bool)
-    if isinstance(table, PageTable):
-        table, plan, ok = table.make_writable(ok)
+    rows = (source, target)
+    if isinstance(table, EvictingTable):
+        rows = map(table.rows_of, rows)
+        table, plan, ok = table.fork(source, target)
+    else:
+        table, plan, ok = table.fork(source, target), None, True
+        if isinstance(table, PageTable):
+            table, plan, ok = table.make_writable(jnp.ones(B, bool))
+    if plan is not None:
         cache = cache.copy(plan.source_slots, plan.target_slots)
-    return table, cache.fork(source, target), ok
+    return table, cache.fork(*rows), ok
 
 
 @jit
 def reorder(table, cache, parents):
-    return table.reorder(parents), cache.reorder(parents)
+    if not isinstance(table, EvictingTable):
+        return table.reorder(parents), cache.reorder(parents)
+    rows = table.rows_of(parents)
+    table, plan, _ = table.reorder(parents)
+    if plan is not None:
+        cache = cache.copy(plan.source_slots, plan.target_slots)
+    return table, cache.reorder(rows)
 
 
 @jit
@@ -140,6 +202,8 @@ class Layer:
 
     def __init__(self, variant, mask="causal", fill=np.nan):
         self.variant, self.mask = variant, MASKS[mask]
+        if variant.window is not None:
+            self.mask = self.mask | {"window": variant.window}
         self.options = AttentionOptions(
             scale=H**-0.5, implementation=variant.implementation, **self.mask
         )
@@ -153,6 +217,8 @@ class Layer:
 
     def stored(self, array):
         """What the storage keeps of an array [.., H]: one scale for each token and head."""
+        if isinstance(self.variant.storage, Kivi4):
+            return array  # until its group is closed: `closed`
         largest = {"float8_e4m3fn": 448, "int8": 127, "int4": 7}.get(self.variant.storage)
         if largest is None:
             return np.asarray(array.astype(jnp.dtype(self.variant.storage)), np.float32)
@@ -163,6 +229,26 @@ class Layer:
         else:
             codes = np.round(codes)
         return codes * scale
+
+    def seen(self, b, length):
+        """Keys and values of sequence b as its queries see them after `length` tokens of it."""
+        keys, values, storage = self.keys[b].copy(), self.values[b].copy(), self.variant.storage
+        if not isinstance(storage, Kivi4):
+            return keys, values
+
+        def quantised(array):  # [.., n]: the n entries share a scale and a zero point
+            zero = array.min(-1, keepdims=True)
+            scale = (array.max(-1, keepdims=True) - zero) * np.float32(1 / 15)
+            codes = np.clip(np.round((array - zero) / scale), 0, 15)
+            return codes * scale + zero
+
+        channels = min(storage.group, H)
+        for start in range(0, max(length - storage.residual, 0) // storage.group * storage.group):
+            if start % storage.group == 0:  # keys [g, K, H] by channel, over the tokens of a group
+                group = slice(start, start + storage.group)
+                keys[group] = np.moveaxis(quantised(np.moveaxis(keys[group], 0, -1)), -1, 0)
+            values[start] = quantised(values[start].reshape(K, -1, channels)).reshape(K, H)
+        return keys, values
 
     def step(self, counts, slots=None, write=True, chunk=CHUNK):
         """Feeds `counts[r]` tokens to each row; returns all that a test may want to see."""
@@ -175,6 +261,7 @@ class Layer:
         positions = np.where(valid, positions, 0).astype(np.int32)
         query, key, value = (3 * self.normal(len(counts), chunk, n, H) for n in (N, K, K))
         step = Step(positions, valid, valid & write, None if slots is None else sequences)
+        self.before = lengths
         self.table, rows, ok = reserve(self.table, step.slots, counts * write, chunk)
         assert np.all(ok)
         output, self.cache = attend(query, key, value, step, self.cache, rows, self.options)
@@ -200,7 +287,7 @@ class Layer:
                 outputs.append(np.zeros_like(query[r], np.float64))
                 continue
             places = np.arange(len(self.keys[b]))[None]
-            rows = (query[r], self.keys[b], self.values[b], positions[r])
+            rows = (query[r], *self.seen(b, self.before[r]), positions[r])
             outputs.append(
                 numpy_attention(
                     *(array[None] for array in rows),
@@ -223,16 +310,38 @@ class Layer:
         np.testing.assert_allclose(output, expected, rtol=0, atol=tolerance)
 
     def check_stored(self):
-        """`gather` gives every token that was written, in order."""
-        keys, values = map(np.asarray, gather(self.table, self.cache))
-        assert self.table.lengths.tolist() == [len(stored) for stored in self.keys]
+        """`gather` gives every token that was written, in order; a ring gives the last ones."""
+        gathered = list(map(np.asarray, gather(self.table, self.cache)))
+        if (heads := self.variant.heads) > 1:  # [B * K, S, 1, H]
+            gathered = [a.reshape(B, heads, -1, H).swapaxes(1, 2) for a in gathered]
+        lengths = [len(stored) for stored in self.keys for _ in range(heads)]
+        assert self.table.lengths.tolist() == lengths
         for b in range(B):
             n = len(self.keys[b])
-            np.testing.assert_array_equal(keys[b, :n].astype(np.float32), self.keys[b])
-            np.testing.assert_array_equal(values[b, :n].astype(np.float32), self.values[b])
+            kept = np.arange(max(n - (self.variant.window or MAX_LENGTH), 0), n)
+            slots = kept % gathered[0].shape[1]
+            for array, expected in zip(gathered, self.seen(b, n), strict=True):
+                stored = array[b, slots].astype(np.float32)
+                # A quantised code may be one off where NumPy rounds a quotient otherwise.
+                exact = not isinstance(self.variant.storage, Kivi4)
+                np.testing.assert_allclose(
+                    stored, expected[kept], rtol=0, atol=0 if exact else 1e-6
+                )
 
     def leaves(self):
         return [np.asarray(leaf).astype(np.float32) for leaf in jax.tree.leaves(self.cache)]
+
+    def token_leaves(self):
+        """What is stored of keys and of values, without notes."""
+        cache = self.cache.inner if self.variant.retention is not None else self.cache
+        if isinstance(cache, PagedCache):
+            stored = cache.k_pages, cache.v_pages
+        else:
+            stored = cache.key, cache.value
+        return [
+            [np.asarray(one[name]).astype(np.float32) for name in ("codes", "scale") if name in one]
+            for one in stored
+        ]
 
 
 def filled(variant, **options):
@@ -292,6 +401,8 @@ def test_gather_gives_what_was_written_in_order(variant):
 
 
 def test_a_step_changes_the_slots_of_its_own_tokens_alone(variant):
+    if isinstance(variant.storage, Kivi4):
+        pytest.skip("tokens wait until their group is complete; test_kivi.py")
     layer = filled(variant)
     for step, written in [
         (lambda: layer.prefill([3, 29], [2, 4]), 32),
@@ -299,16 +410,15 @@ def test_a_step_changes_the_slots_of_its_own_tokens_alone(variant):
         (lambda: layer.prefill([0, 0], [B, 1]), 0),
         (lambda: layer.decode([]), 0),
     ]:
-        before = layer.leaves()
+        before = layer.token_leaves()
         step()
-        changed = [
-            ~((old == new) | (np.isnan(old) & np.isnan(new)))
-            for old, new in zip(before, layer.leaves(), strict=True)
-        ]
-        keys, values = changed[: len(changed) // 2], changed[len(changed) // 2 :]
         # Keys are [.., K, H, slots], values [.., K, slots, H].
-        assert {leaf.any((1, 2)).sum() for leaf in keys} == {written}
-        assert {leaf.any((1, 3)).sum() for leaf in values} == {written}
+        for old_leaves, new_leaves, axes in zip(
+            before, layer.token_leaves(), ((1, 2), (1, 3)), strict=True
+        ):
+            for old, new in zip(old_leaves, new_leaves, strict=True):
+                changed = ~((old == new) | (np.isnan(old) & np.isnan(new)))
+                assert changed.any(axes).sum() == written * layer.variant.heads
     layer.check_stored()
 
 
@@ -317,8 +427,9 @@ def test_a_token_can_be_asked_without_being_stored(variant, numpy_attention):
     before = layer.leaves()
     layer.check(numpy_attention, layer.decode([0, 3], write=False))
     layer.check(numpy_attention, layer.prefill([1, 1], [2, 1], write=False))
-    for old, new in zip(before, layer.leaves(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    if variant.retention is None or variant.retention.observes is None:  # else it counts as seen
+        for old, new in zip(before, layer.leaves(), strict=True):
+            np.testing.assert_array_equal(old, new)
     layer.check_stored()
 
 
@@ -345,10 +456,12 @@ def test_sequences_can_be_reordered(variant):
 
 
 def test_token_slots_can_be_copied_and_none_is_where_there_is_none(variant):
+    if isinstance(variant.storage, Kivi4):
+        pytest.skip("groups are copied whole; forks do that")
     layer = filled(variant)
     table, cache = layer.table, layer.cache
     source = layer.variant.flat_slots(table, cache, 0, [3, 39, 17])
-    target = layer.variant.flat_slots(table, cache, 3, [0, 63, 30])
+    target = layer.variant.flat_slots(table, cache, 3, [31, 63, 50])
     nowhere = np.iinfo(np.int32).max
     layer.cache = copy(
         cache,
@@ -357,17 +470,29 @@ def test_token_slots_can_be_copied_and_none_is_where_there_is_none(variant):
     )
     for array in (layer.keys, layer.values):
         array[3] = array[3].copy()
-        array[3][[0, 63, 30]] = array[0][[3, 39, 17]]
+        array[3][[31, 63, 50]] = array[0][[3, 39, 17]]
     layer.check_stored()
 
 
 def test_nbytes_is_the_bytes_of_its_arrays(variant):
-    cache = variant.cache()
-    sizes = {"float32": 4 * H, "bfloat16": 2 * H, "int4": H // 2 + 4}
-    size = sizes.get(variant.storage, H + 4)  # with a float32 scale for each token and head
-    contiguous = isinstance(variant.placement, Contiguous)
-    slots = B * 192 if contiguous else variant.table().num_slots  # 192: whole read blocks of 64
-    assert cache.nbytes() == 2 * slots * K * size
+    cache, storage, policy = variant.cache(), variant.storage, variant.retention
+    if isinstance(variant.placement, Paged):
+        page_size = variant.placement.page_size
+        slots = (B * -(-MAX_LENGTH // page_size) + 3) * page_size
+    else:
+        slots = B * variant.row
+    if isinstance(storage, Kivi4):  # keys share 8 bytes a channel, values 8 bytes a token
+        per_token = H // 2 + H * 8 / storage.group + H // 2 + 8 * H / min(storage.group, H)
+        held = -(-(storage.residual + storage.group - 1 + CHUNK) // READ_BLOCK) * READ_BLOCK
+        expected = slots * K * per_token + B * held * K * 2 * 4 * H
+    else:
+        sizes = {"float32": 4 * H, "bfloat16": 2 * H, "int4": H // 2 + 4}
+        size = sizes.get(storage, H + 4)  # with a float32 scale for each token and head
+        expected = 2 * slots * K * size
+    if policy is not None:
+        expected += slots * variant.heads * 4 * len(notes_of(policy)) + 4  # and the layer's index
+        expected += B * (policy.observes or 0) * N * H * 4
+    assert cache.nbytes() == expected
     assert cache.nbytes() == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert array_bytes({"cache": cache, "more": jnp.zeros(3, jnp.int32)}) == cache.nbytes() + 12
 
