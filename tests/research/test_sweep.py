@@ -87,7 +87,7 @@ def test_quality_is_scored_once_per_variant_and_only_pooling_loses_any(run):
     paged = _row(rows, attention="gqa", placement="paged", batch_size=2)["metrics"]
     pooled = _row(rows, attention="mqa", placement="paged", batch_size=2)["metrics"]
     assert oracle["kl_vs_oracle"] == 0
-    assert paged["kl_vs_oracle"] < 1e-8
+    assert paged["kl_vs_oracle"] < 1e-6  # rounding; pooling gives 1e-3 and more
     assert paged["top1_agreement"] == 1
     assert paged["perplexity"] == pytest.approx(oracle["perplexity"], rel=1e-5)
     assert pooled["kl_vs_oracle"] > 1e-3
