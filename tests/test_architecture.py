@@ -69,6 +69,7 @@ def test_ops_stand_on_jax_alone():
         ("torch", set()),
         ("transformers", set()),
         ("llama_cpp", set()),
+        ("kvpress", set()),
     ],
 )
 def test_a_library_is_imported_in_its_layer_alone(library, layers):
@@ -76,7 +77,7 @@ def test_a_library_is_imported_in_its_layer_alone(library, layers):
 
 
 def test_peers_are_imported_by_golden_scripts_and_peer_tests_alone():
-    peers = {"torch", "transformers", "llama_cpp"}
+    peers = {"torch", "transformers", "llama_cpp", "kvpress"}
     for path in TESTS:
         text = path.read_text()
         if peers & {name.split(".")[0] for name in imports_of(path)}:

@@ -106,6 +106,7 @@ class Case:
     """One tiny model: its config.json, its shards, and how its tensors are named.
 
     `like` is the case whose weights and texts it shares, so that its logits differ by the config.
+    `query_gains`, one per query head, scale its query projection: sharp heads beside flat ones.
     """
 
     config: dict[str, Any]
@@ -114,6 +115,7 @@ class Case:
     prefix: bool = True
     buffers: bool = False
     rows: int = 1
+    query_gains: tuple[float, ...] = ()
 
 
 def _scaled(**scaling: Any) -> Case:
@@ -203,6 +205,15 @@ CASES: dict[str, Case] = {
     ),
 }
 
+_LONG = {"max_position_embeddings": 151}
+
+# For goldens of retention policies, whose texts are longer and whose heads should differ.
+RETENTION_CASES: dict[str, Case] = {
+    "retention_gqa": Case(_LLAMA | _LONG, query_gains=(0.3, 0.5, 1.0, 1.4, 1.5, 1.9)),
+    "retention_mha": Case(_LLAMA | _MHA | _LONG, query_gains=(0.2, 1.7, 0.6, 1.1, 1.4)),
+    "retention_qk_norm": Case(_QWEN3 | _LONG),
+}
+
 
 def tokens(case: str) -> np.ndarray:
     """The case's texts, [rows, LENGTH] int32."""
@@ -212,7 +223,7 @@ def tokens(case: str) -> np.ndarray:
 
 def write_tiny_folder(case: str, path: pathlib.Path) -> pathlib.Path:
     """Writes a case's config.json and safetensors into a folder, and returns the folder."""
-    spec = CASES[case]
+    spec = _spec(case)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(spec.config, indent=2))
     arrays = tensors(case)
@@ -233,17 +244,23 @@ def write_tiny_folder(case: str, path: pathlib.Path) -> pathlib.Path:
 
 def tensors(case: str) -> dict[str, np.ndarray]:
     """A case's tensors by the name they have in its files, float32."""
-    spec = CASES[case]
+    spec = _spec(case)
     shapes = _gpt2_shapes if spec.config["model_type"] == "gpt2" else _llama_shapes
     arrays = {}
     for name, shape in shapes(spec.config):
         stored = name if spec.prefix else name.removeprefix("transformer.").removeprefix("model.")
-        arrays[stored] = _draw(
-            f"{spec.like or case}/{name}", name, shape, spec.config["model_type"]
-        )
+        array = _draw(f"{spec.like or case}/{name}", name, shape, spec.config["model_type"])
+        if spec.query_gains and name.endswith("q_proj.weight"):
+            gains = np.array(spec.query_gains, np.float32)
+            array *= np.repeat(gains, spec.config["head_dim"])[:, None]
+        arrays[stored] = array
     if spec.buffers:
         arrays |= dict(_buffers(spec.config))
     return arrays
+
+
+def _spec(case: str) -> Case:
+    return (CASES | RETENTION_CASES)[case]
 
 
 def _draw(seed: str, name: str, shape: tuple[int, ...], family: str) -> np.ndarray:
