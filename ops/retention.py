@@ -111,7 +111,7 @@ class Retention:
     def limits(self, prompt_lengths: Int[Array, "B"]) -> Int[Array, "B"]:
         """Tokens that a row of each sequence may hold, i32[B]."""
         if isinstance(self.budget, float):
-            return jnp.maximum((self.budget * prompt_lengths).astype(jnp.int32), 1)
+            return jnp.maximum(_share(self.budget, prompt_lengths), 1)
         return jnp.full_like(prompt_lengths, self.budget)
 
     def _require_less(self, name: str, value: int) -> None:
@@ -338,7 +338,9 @@ def kept_tokens(
     scores = jnp.where(stored, scores, -jnp.inf)
     if safeguard is None:
         return stored & (_ranks(scores, positions) < limits[:, None])
-    safe = _ranks(scores, positions) < (safeguard * limits).astype(jnp.int32)[:, None]
+    most = _share(safeguard, limits)
+    most = jnp.maximum(most, 1) if safeguard > 0 else most
+    safe = _ranks(scores, positions) < most[:, None]
     scores = jnp.where(safe & stored, jnp.inf, scores)
 
     def of_sequence(array: Array) -> Array:
@@ -347,6 +349,12 @@ def kept_tokens(
     ranks = _ranks(of_sequence(scores), of_sequence(positions))
     total = jnp.sum(limits.reshape(-1, heads), axis=1)
     return stored & (ranks < total[:, None]).reshape(stored.shape)
+
+
+def _share(share: float, counts: Int[Array, "n"]) -> Int[Array, "n"]:
+    """A share of counts, rounded down; 0.29 of 100 is 29, whatever its float is."""
+    product = counts.astype(jnp.float32) * jnp.float32(share)
+    return jnp.floor(product + 1e-4).astype(jnp.int32)
 
 
 def _ranks(scores: Float[Array, "rows S"], positions: Int[Array, "rows S"]) -> Int[Array, "rows S"]:

@@ -281,18 +281,11 @@ def evict(config: InferenceConfig, cache: Cache, mask: jax.Array) -> Cache:
                 limits = jnp.where(rows, jnp.maximum(budget, table.lengths), table.limits)
                 continue
             options = config.model.attention_options(windows[index], config.implementation)
-            kept, chosen = layer.choose(table, cache.positions, budget, options)
+            kept, chosen, allowed = layer.choose(table, cache.positions, budget, options)
             layers[index] = layer.copy(*layer.survivors(table, rows, kept, chosen))
-            # Layers of one table keep equally many tokens.
-            counts = jnp.where(rows, chosen, table.lengths)
-            if policy.shared_safeguard is not None:
-                total = jnp.sum(counts.reshape(-1, table.heads), axis=1)
-                whole = jnp.sum(budget.reshape(-1, table.heads), axis=1)
-                full = table.of_rows(total == whole)
-                budget = jnp.where(full, jnp.maximum(chosen, 1), budget)
-            limits = jnp.where(rows, budget, table.limits)
-            if policy.when == "prefill":
-                limits = table.limits
+            counts = jnp.where(rows, chosen, table.lengths)  # alike for all layers of a table
+            if policy.when == "both":
+                limits = jnp.where(rows, allowed, table.limits)
         tables[number] = table.shrink(counts, limits)
     return dataclasses.replace(cache, tables=tuple(tables), layers=tuple(layers))
 

@@ -109,13 +109,10 @@ class Session:
             call: list[tuple[int, int]] = []
             rest: list[tuple[int, int]] = []
             taken: collections.Counter[int] = collections.Counter()
-            for place, piece in enumerate(waiting):
-                if len(call) == rows:
-                    rest += waiting[place:]
-                    break
-                fits = taken[piece[0]] < of_one
-                (call if fits else rest).append(piece)
-                taken[piece[0]] += 1
+            for slot, start in waiting:
+                fits = len(call) < rows and taken[slot] < of_one
+                (call if fits else rest).append((slot, start))
+                taken[slot] += fits
             yield call
             waiting = rest
 

@@ -71,7 +71,7 @@ class ContiguousCache:
     def write(
         self, key: jax.Array, value: jax.Array, step: Step, table: Table
     ) -> "ContiguousCache":
-        """Stores the step's written tokens; see `LayerCache.write`."""
+        """Stores the step's written tokens, `key` and `value` [B, T, K, H]."""
         slots = self.slots(step, table, written_indices(step, table))
         return self.set(slots, encode(key, self.storage), encode(value, self.storage))
 

@@ -65,19 +65,19 @@ class EvictingCache:
             queries = jnp.zeros((num_rows, policy.observes, group_size, head_dim), jnp.float32)
         return cls(inner, queries, jnp.asarray(layer, jnp.int32), policy)
 
-    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> "EvictingCache":
-        """Stores the step's written tokens; see `LayerCache.write`."""
-        table = _evicting(table)
-        return self._write(table.split(key), table.split(value), _by_row(step, table), table)
-
     def _write(
-        self, key: jax.Array, value: jax.Array, step: Step, table: EvictingTable
+        self,
+        key: jax.Array,
+        value: jax.Array,
+        step: Step,
+        table: EvictingTable,
+        options: AttentionOptions,
     ) -> "EvictingCache":
-        """As `write`, all by row."""
+        """Stores the step's written tokens, in decode over those that they replace; all by row."""
         indices = written_indices(step, table)
         if step.slots is None and self.policy.when != "prefill":
             most = self._most_tokens(table)
-            evidence = self._evidence(step, table, step.positions[:, -1], most)
+            evidence = self._evidence(step, table, step.positions[:, -1], most, options)
             scores = self.policy.score(evidence)
             victim = victims(scores, evidence.positions, evidence.stored)
             indices = jnp.where(table.replaces, victim, indices[:, -1])[:, None]
@@ -102,7 +102,7 @@ class EvictingCache:
         table, shape = _evicting(table), query.shape
         query, key, value = map(table.split, (query, key, value))
         step = _by_row(step, table)
-        cache = self._write(key, value, step, table)
+        cache = self._write(key, value, step, table, options)
         source, num_kv_heads = cache._blocks(step, table), key.shape[2]
         output, log_normaliser = attend_stored(query, step, num_kv_heads, options, [source])
         if self.policy.observes == 0:
@@ -165,7 +165,7 @@ class EvictingCache:
         next_positions: jax.Array,
         limits: jax.Array,
         options: AttentionOptions,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Which tokens of every row survive a shrink.
 
         Args:
@@ -175,8 +175,9 @@ class EvictingCache:
           options: the layer's; policies that observe queries attend with them once more.
 
         Returns:
-          Indices of the survivors within their rows, i32[rows, n], in ascending order, the first
-          of i32[rows] real. n is the most that a row can keep.
+          Indices of the survivors within their rows, i32[rows, n], in ascending order, n being the
+          most that a row can keep; how many of them are real, i32[rows]; and the tokens that each
+          row may hold from now on, i32[rows].
         """
         rows = table.lengths.shape[0]
         nothing = jnp.zeros((rows, 1), bool)
@@ -194,7 +195,14 @@ class EvictingCache:
         columns = keep.shape[1]
         places = jnp.where(keep, jnp.arange(columns, dtype=jnp.int32)[None], columns)
         most = min(self._most_tokens(table) or columns, columns)
-        return jnp.sort(places, axis=1)[:, :most], jnp.sum(keep, axis=1, dtype=jnp.int32)
+        counts = jnp.sum(keep, axis=1, dtype=jnp.int32)
+        if self.policy.shared_safeguard is not None:
+            # Rows keep the parts of a shared budget that they won, once all of it is taken.
+            spent, budget = (
+                jnp.sum(n.reshape(-1, table.heads), axis=1) for n in (counts, limits)
+            )
+            limits = jnp.where(table.of_rows(spent == budget), jnp.maximum(counts, 1), limits)
+        return jnp.sort(places, axis=1)[:, :most], counts, limits
 
     def _most_tokens(self, table: EvictingTable) -> int | None:
         """Tokens of a row at its limit at most, where that is known without running."""
@@ -209,7 +217,7 @@ class EvictingCache:
         table: EvictingTable,
         next_positions: jax.Array,
         most: int | None,
-        options: AttentionOptions | None = None,
+        options: AttentionOptions,
     ) -> Evidence:
         """What the policy may know of the first `most` slots of every row."""
         positions = self.inner.note("position", step, table.table)[:, :most]
@@ -217,7 +225,7 @@ class EvictingCache:
         stored = places < table.lengths[:, None]
         if self.policy.observes == 0:
             mass = self.inner.note("mass", step, table.table)[:, :most]
-        elif self.policy.observes and options is not None:
+        elif self.policy.observes:
             mass = self._observed(table, next_positions, options)[:, : positions.shape[1]]
         else:
             mass = jnp.zeros(positions.shape, jnp.float32)

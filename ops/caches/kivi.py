@@ -61,10 +61,6 @@ class KiviCache:
         group, residual = self.storage.group, self.storage.residual
         return jnp.maximum(lengths - residual, 0) // group * group
 
-    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> "KiviCache":
-        """Stores the step's written tokens; see `LayerCache.write`."""
-        return self._enter(key, value, step, table)._close(step, table)
-
     def _enter(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> "KiviCache":
         """New tokens into `recent`."""
         slots = self.recent.slots(step, table, written_indices(step, table))

@@ -48,10 +48,6 @@ ReadStored = Callable[[jax.Array], tuple[Stored, Stored]]
 class LayerCache(Protocol):
     """The keys and values of one layer. Values in, values out: nothing is changed in place."""
 
-    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> "LayerCache":
-        """Stores `key`, `value` [B, T, K, H] of the step's written tokens."""
-        ...
-
     def attend(
         self,
         query: jax.Array,

@@ -16,11 +16,6 @@ from kvlab.ops.caches.protocol import Step, Table
 class RecomputeCache:
     """The absence of a cache, behind the protocol of one."""
 
-    def write(self, key: jax.Array, value: jax.Array, step: Step, table: Table) -> "RecomputeCache":
-        """Stores nothing."""
-        del key, value, step, table
-        return self
-
     def attend(
         self,
         query: jax.Array,

@@ -157,7 +157,7 @@ class Tiny:
             **fields,
         }
         specs = PER_LAYER_SPECS if placement == PER_LAYER else placement
-        specs = specs if isinstance(specs, tuple) else CacheSpec(specs)
+        specs = specs if isinstance(specs, tuple | CacheSpec) else CacheSpec(specs)
         return InferenceConfig(MODELS[name], specs, **fields)
 
     def session(self, name="gqa", placement: object = Paged(16), **fields) -> Session:
