@@ -7,8 +7,8 @@ heads per KV head, H head size, s keys a block.
 feed it their stored blocks, so all of them share its bits: keys arrive in blocks of one size,
 whatever lies underneath, and a wholly masked block leaves the state exactly as it was.
 
-Over 400 lines, half of them docstrings, because the formula and the loop that must equal it are read
-side by side.
+Over 400 lines, half of them docstrings, because the formula and the loop that must equal it are
+read side by side.
 """
 
 import dataclasses

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig
 from kvlab.ops.attention import resolve_implementation
+from kvlab.ops.retention import Sinks
+from kvlab.ops.rope import DynamicNTK
 from kvlab.ops.specs import CacheSpec, Paged, Recompute, Ring, assign_tables
 from kvlab.research.cache import Cache, init_cache
 
@@ -22,7 +24,8 @@ class InferenceConfig:
       model: the decoder.
       specs: the cache of each layer; one `CacheSpec` stands for all layers.
       slots: sequences the cache holds (B).
-      max_length: most tokens of one sequence, prompt and continuation.
+      max_length: most tokens of one sequence, prompt and continuation; past the model's context
+        only where every layer keeps sinks with positions of the cache.
       rows: rows of one prefill call (R), of `chunk` tokens each; a long prompt takes several.
       chunk: tokens a row of one prefill call. `recompute` needs chunk = max_length, its steps
         being whole texts.
@@ -52,17 +55,25 @@ class InferenceConfig:
                 raise ValueError(f"{field}={getattr(self, field)} given; it must be 1 or more")
         if self.num_pages is not None and self.num_pages < 1:
             raise ValueError(f"num_pages={self.num_pages} given; it must be 1 or more, or None")
-        if self.max_length > self.model.max_length:
-            raise ValueError(
-                f"max_length={self.max_length} is past the model's context of "
-                f"{self.model.max_length} tokens; use {self.model.max_length} or less"
-            )
         given = self.specs
         specs = (given,) * self.model.num_layers if isinstance(given, CacheSpec) else given
+        if self.max_length > self.model.max_length and not all(map(_streams, specs)):
+            raise ValueError(
+                f"max_length={self.max_length} is past the model's context of "
+                f"{self.model.max_length} tokens; use {self.model.max_length} or less, or "
+                "retention=sinks with positions=cache on every layer"
+            )
         if len(specs) != self.model.num_layers:
             raise ValueError(
                 f"{len(specs)} cache specs for {self.model.num_layers} layers; give one spec, or "
                 "one per layer"
+            )
+        follows_prompt = isinstance(getattr(self.model.rope, "scaling", None), DynamicNTK)
+        if any(map(_turns_by_place, specs)) and (self.model.rope is None or follows_prompt):
+            kind = "dynamic NTK" if follows_prompt else "learned positions"
+            raise ValueError(
+                f"positions=cache turns keys by their place in the cache, and this model has {kind}"
+                "; use positions=text"
             )
         object.__setattr__(self, "specs", assign_tables(specs, self.model.kv_heads))
         for spec in specs:
@@ -128,3 +139,14 @@ class InferenceConfig:
     def init_logits(self) -> jax.Array:
         """Zeros [B, V] float32, to be filled by prefill."""
         return jnp.zeros((self.slots, self.model.vocab_size), jnp.float32)
+
+
+def _turns_by_place(spec: CacheSpec) -> bool:
+    """Whether keys are turned by their place in the cache."""
+    return isinstance(spec.retention, Sinks) and spec.retention.positions == "cache"
+
+
+def _streams(spec: CacheSpec) -> bool:
+    """Whether a text may grow past the model's context: no key is ever further away than that."""
+    policy = spec.retention
+    return _turns_by_place(spec) and policy is not None and policy.when != "prefill"

@@ -287,12 +287,17 @@ class Session:
         array = self._checked_ids(slot, ids)
         if not array.size:
             raise ValueError(f"the prompt for slot {slot} is empty; give at least one token id")
-        held = int(self.lengths[slot])
+        held, context = int(self.lengths[slot]), self.config.model.max_length
+        if array.size > context:
+            raise ValueError(
+                f"the prompt for slot {slot} has {array.size} tokens, past the model's context of "
+                f"{context}; shorten it, or feed the rest as forced tokens of decode"
+            )
         if held + array.size > self.config.max_length:
             raise ValueError(
                 f"the prompt for slot {slot} has {array.size} tokens after {held} held, past "
                 f"max_length={self.config.max_length}; shorten it or raise max_length (the model "
-                f"takes {self.config.model.max_length})"
+                f"takes {context})"
             )
         return array
 

@@ -64,6 +64,12 @@ class ContiguousCache:
         return self.key["codes"].shape[1]
 
     @property
+    def head_dim(self) -> int:
+        """Head size (H)."""
+        packed = self.storage == "int4" or isinstance(self.storage, Kivi4)
+        return self.value["codes"].shape[3] * (2 if packed else 1)
+
+    @property
     def num_slots(self) -> int:
         """Token slots of all rows; as a slot, nowhere."""
         return self.num_rows * self.capacity

@@ -22,7 +22,8 @@ from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
 from kvlab.ops.evicting_table import EvictingTable
-from kvlab.ops.retention import Evidence, Retention, kept_tokens, victims
+from kvlab.ops.retention import Evidence, Retention, Sinks, kept_tokens, victims
+from kvlab.ops.rope import Rope, attention_factor, rotation
 from kvlab.ops.storage import decode, encode
 
 Inner = ContiguousCache | PagedCache
@@ -39,6 +40,7 @@ class EvictingCache:
     queries: jax.Array | None  # f32[rows, n, G, H]: the last n, at position modulo n, if observed
     layer: jax.Array  # i32[]: index of the layer
     policy: Retention = dataclasses.field(metadata={"static": True})
+    rope: Rope | None = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def init(
@@ -49,6 +51,7 @@ class EvictingCache:
         num_rows: int,
         group_size: int,
         head_dim: int,
+        rope: Rope | None = None,
     ) -> "EvictingCache":
         """An empty cache.
 
@@ -59,11 +62,12 @@ class EvictingCache:
           num_rows: rows of the layer's table.
           group_size: query heads of a row (G, or N where a row is a sequence).
           head_dim: H.
+          rope: how keys were turned; used by `Sinks` with positions of the cache alone.
         """
         queries = None
         if policy.observes:
             queries = jnp.zeros((num_rows, policy.observes, group_size, head_dim), jnp.float32)
-        return cls(inner, queries, jnp.asarray(layer, jnp.int32), policy)
+        return cls(inner, queries, jnp.asarray(layer, jnp.int32), policy, rope)
 
     def _write(
         self,
@@ -115,15 +119,46 @@ class EvictingCache:
         """The step's rows as attention reads them, each token at its own position."""
         read_stored, size, count = self.inner.reader(step, table.table)
         lengths, storage = table.lengths[:, None], self.inner.storage
+        turn_sinks = self._sink_turner(step, table)
 
         def read(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             key, value = read_stored(index)
             stored = index * size + jnp.arange(size, dtype=jnp.int32)[None] < lengths
             positions = key["position"][:, 0, 0]
-            return decode(key, storage, 2), decode(value, storage, 3), positions, stored
+            keys = turn_sinks(decode(key, storage, 2), positions)
+            return keys, decode(value, storage, 3), positions, stored
 
         end = (jnp.max(table.lengths) + size - 1) // size
         return Blocks(read, jnp.zeros_like(end), end, count)
+
+    def _sink_turner(
+        self, step: Step, table: EvictingTable
+    ) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Turns keys [rows, K, H, s] at positions [rows, s] to their places in the cache.
+
+        Keys are stored turned by their place in the text, and so is the query. Places in the cache
+        are those in the text less the tokens evicted, for all but the sinks, which stay where they
+        were: between the newest tokens nothing changes, and a sink comes nearer by as many tokens
+        as are gone. So turning the sinks forward by that many is all there is to do.
+        """
+        policy = self.policy
+        if not (isinstance(policy, Sinks) and policy.positions == "cache"):
+            return lambda keys, positions: keys
+        assert self.rope is not None
+        newest = jnp.max(jnp.where(step.valid, step.positions, -1), axis=1)
+        gone = jnp.maximum(newest + 1 - table.lengths, 0)
+        head_dim = self.inner.head_dim
+        cos, sin = rotation(gone[:, None], self.rope, head_dim)
+        # YaRN's factor is in the stored keys already.
+        cos, sin = (part[:, :, :, None] / attention_factor(self.rope) for part in (cos, sin))
+
+        def turned(keys: jax.Array, positions: jax.Array) -> jax.Array:
+            first, second = jnp.split(keys, 2, axis=2)
+            parts = first * cos - second * sin, second * cos + first * sin
+            is_sink = (positions < policy.num_sinks)[:, None, None]
+            return jnp.where(is_sink, jnp.concatenate(parts, axis=2), keys)
+
+        return turned
 
     def _accumulate(
         self,
@@ -198,9 +233,7 @@ class EvictingCache:
         counts = jnp.sum(keep, axis=1, dtype=jnp.int32)
         if self.policy.shared_safeguard is not None:
             # Rows keep the parts of a shared budget that they won, once all of it is taken.
-            spent, budget = (
-                jnp.sum(n.reshape(-1, table.heads), axis=1) for n in (counts, limits)
-            )
+            spent, budget = (jnp.sum(n.reshape(-1, table.heads), axis=1) for n in (counts, limits))
             limits = jnp.where(table.of_rows(spent == budget), jnp.maximum(counts, 1), limits)
         return jnp.sort(places, axis=1)[:, :most], counts, limits
 

@@ -60,6 +60,12 @@ class PagedCache:
         return self.k_pages["codes"].shape[1]
 
     @property
+    def head_dim(self) -> int:
+        """Head size (H)."""
+        packed = self.storage == "int4" or isinstance(self.storage, Kivi4)
+        return self.v_pages["codes"].shape[3] * (2 if packed else 1)
+
+    @property
     def num_slots(self) -> int:
         """Token slots of the pool; as a slot, nowhere."""
         return self.k_pages["codes"].shape[0] * self.page_size

@@ -13,7 +13,7 @@ from kvlab.research.cache_axes import load_policy
 from kvlab.research.inference_config import InferenceConfig
 from kvlab.research.session import Session
 
-BUDGET = 19
+BUDGET, PAGED = 19, Paged(8)
 POLICIES = [
     Window(BUDGET),
     Sinks(BUDGET, num_sinks=3),
@@ -25,7 +25,7 @@ POLICIES = [
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
 
 
-def spec_of(policy, placement=Paged(8)):
+def spec_of(policy, placement=PAGED):
     return CacheSpec(placement, retention=policy)
 
 

@@ -4,7 +4,6 @@ The model keeps every row's tokens as a list and works out attention, its mass a
 the papers' formulas, one head and one token at a time.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -20,6 +19,7 @@ from kvlab.ops.caches.protocol import Step
 from kvlab.ops.evicting_table import UNLIMITED, EvictingTable
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.retention import H2O, Random, Sinks, SnapKV, Window
+from kvlab.ops.rope import Rope, apply_rope
 from kvlab.ops.row_table import RowTable
 from kvlab.ops.specs import Contiguous, Paged
 
@@ -49,9 +49,7 @@ def reserve(table, slots, wanted, decodes):
     if decodes:
         table, ok = table.reserve_next(wanted > 0)
         return table, table, ok
-    table, ok = table.reserve(
-        jnp.zeros(B, jnp.int32).at[slots].add(wanted, mode="drop"), CHUNK
-    )
+    table, ok = table.reserve(jnp.zeros(B, jnp.int32).at[slots].add(wanted, mode="drop"), CHUNK)
     return table, table.rows(slots, jnp.zeros_like(slots)), ok
 
 
@@ -93,7 +91,9 @@ class Model:
             for n in own:
                 weights = self.weights(row, query, n, head)
                 local = 0 if self.heads > 1 else n // G
-                output[n] = sum(w * token["value"][local] for w, token in zip(weights, row))
+                output[n] = sum(
+                    w * token["value"][local] for w, token in zip(weights, row, strict=True)
+                )
                 for weight, token in zip(weights, row, strict=True):
                     token["mass"] += weight / len(own)
         return output
@@ -167,7 +167,7 @@ class Model:
 class Layer:
     """An evicting cache in use beside its model."""
 
-    def __init__(self, policy, placement):
+    def __init__(self, policy, placement, rope=None):
         heads = K if policy.by_head else 1
         if isinstance(placement, Paged):
             per_sequence = -(-MAX_LENGTH // placement.page_size)
@@ -189,7 +189,7 @@ class Layer:
             )
         self.policy = policy
         self.table = EvictingTable.init(table, heads)
-        self.cache = EvictingCache.init(inner, policy, 5, B * heads, N // heads, H)
+        self.cache = EvictingCache.init(inner, policy, 5, B * heads, N // heads, H, rope)
         self.model = Model(policy)
         self.positions = np.zeros(B, np.int32)
         self.random = np.random.default_rng(41)
@@ -246,9 +246,7 @@ class Layer:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize(
-    "policy", [p for p in POLICIES if not isinstance(p, Random)], ids=repr
-)
+@pytest.mark.parametrize("policy", [p for p in POLICIES if not isinstance(p, Random)], ids=repr)
 def test_rows_hold_and_see_what_the_papers_formulas_say(policy, placement):
     layer = Layer(policy, placement)
     layer.step([13, 13], [2, 0])
@@ -268,3 +266,53 @@ def test_rows_hold_and_see_what_the_papers_formulas_say(policy, placement):
         assert max(layer.table.lengths) > (BUDGET if isinstance(policy.budget, int) else 0)
     if policy.when == "both":
         assert int(layer.table.lengths.sum()) <= B * layer.table.heads * BUDGET
+
+
+def test_positions_of_the_cache_are_the_places_of_the_kept_tokens(numpy_attention):
+    """StreamingLLM, section 3.2: keys are turned by their place among those that are kept."""
+    rope, policy = Rope(), Sinks(BUDGET, num_sinks=3, positions="cache")
+    layer = Layer(policy, Paged(7), rope)
+    random = np.random.default_rng(43)
+    keys, values = (random.standard_normal((1, 70, K, H)).astype(np.float32) for _ in range(2))
+    queries = 3 * random.standard_normal((1, 70, N, H)).astype(np.float32)
+
+    def fed(start, end, slots):
+        """Feeds tokens start to end to sequence 1, turned by their places in the text."""
+        rows, chunk = (R, CHUNK) if slots else (B, 1)
+        place = 0 if slots else 1
+        padded = [np.zeros((rows, chunk, n, H), np.float32) for n in (N, K, K)]
+        positions, valid = np.zeros((rows, chunk), np.int32), np.zeros((rows, chunk), bool)
+        count = end - start
+        positions[place, :count], valid[place, :count] = np.arange(start, end), True
+        for array, source in zip(padded, (queries, keys, values), strict=True):
+            array[place, :count] = source[0, start:end]
+        query, key, value = map(jnp.asarray, padded)
+        query, key = (apply_rope(array, jnp.asarray(positions), rope) for array in (query, key))
+        step = Step(positions, valid, valid, jnp.asarray([1, B], jnp.int32) if slots else None)
+        wanted = jnp.asarray(valid.sum(1), jnp.int32)
+        layer.table, view, ok = reserve(layer.table, step.slots, wanted, not slots)
+        assert np.all(ok)
+        output, layer.cache = attend(query, key, value, step, layer.cache, view)
+        return np.asarray(output)[place, :count]
+
+    def expected(kept):
+        """Attention of the newest of `kept` with every token turned by its place in the list."""
+        places = jnp.arange(len(kept), dtype=jnp.int32)[None]
+        query = apply_rope(jnp.asarray(queries[:, kept]), places, rope)[:, -1:]
+        key = apply_rope(jnp.asarray(keys[:, kept]), places, rope)
+        valid = np.ones((1, len(kept)), bool)
+        arguments = (query, key, values[:, kept], places[:, -1:], places, valid[:, :1], valid)
+        return numpy_attention(*map(np.asarray, arguments), scale=H**-0.5)[0, 0]
+
+    for start in range(0, 39, CHUNK):
+        fed(start, start + CHUNK, slots=True)
+    layer.positions[1] = 39
+    layer.model = Model(Sinks(BUDGET, num_sinks=3))
+    layer.model.rows[1] = [
+        {"position": i, "key": keys[0, i], "value": values[0, i], "mass": 0.0} for i in range(39)
+    ]
+    layer.finish_prompt(1)
+    for position in range(39, 70):
+        output = fed(position, position + 1, slots=False)[0]
+        kept = [0, 1, 2, *range(position - BUDGET + 4, position + 1)]
+        np.testing.assert_allclose(output, expected(kept), rtol=0, atol=3e-5)

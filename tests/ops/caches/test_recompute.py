@@ -32,8 +32,6 @@ def test_it_attends_to_the_step_itself(numpy_attention):
 
 def test_it_keeps_nothing():
     numbers = jnp.zeros(3, jnp.int32)
-    key = jnp.zeros((1, 1, K, H), jnp.float32)
-    step = Step(*(jnp.zeros((1, 1), bool) for _ in range(3)))
     assert CACHE.nbytes() == 0
     assert CACHE.fork(numbers, numbers) is CACHE
     assert CACHE.reorder(numbers) is CACHE
