@@ -69,11 +69,6 @@ class EvictingTable:
         joined = by_row.reshape(batch, self.heads, length, *by_row.shape[2:])
         return joined.swapaxes(1, 2).reshape(shape)
 
-    def rows_of(self, sequences: jax.Array) -> jax.Array:
-        """The rows of sequences i32[n], [n * heads] int32; B gives rows past the end."""
-        heads = jnp.arange(self.heads, dtype=jnp.int32)
-        return (sequences[:, None] * self.heads + heads[None]).reshape(-1)
-
     def reserve(
         self, wanted: jax.Array, max_tokens: int | None = None
     ) -> tuple["EvictingTable", jax.Array]:
@@ -118,7 +113,7 @@ class EvictingTable:
         Returns:
           The table; what a paged layer has to copy; and ok bool[]: the pool had room for all.
         """
-        source, target = self.rows_of(source), self.rows_of(target)
+        source, target = rows_of(source, self.heads), rows_of(target, self.heads)
         limits = self.limits.at[target].set(
             self.limits.at[source].get(mode="fill", fill_value=0), mode="drop"
         )
@@ -139,7 +134,7 @@ class EvictingTable:
         Returns:
           As `fork`.
         """
-        rows = self.rows_of(parents)
+        rows = rows_of(parents, self.heads)
         limits = self.limits.at[rows].get(mode="fill", fill_value=UNLIMITED)
         if isinstance(self.table, RowTable):
             counted = self.table.reorder(rows)
@@ -154,7 +149,7 @@ class EvictingTable:
 
     def rows(self, slots: jax.Array, later: jax.Array) -> "EvictingTable":
         """The view of sequences as rows of a step; see `PageTable.rows`."""
-        rows = self.rows_of(slots)
+        rows = rows_of(slots, self.heads)
         return EvictingTable(
             self.table.rows(rows, self.of_rows(later)),
             self.limits.at[rows].get(mode="fill", fill_value=UNLIMITED),
@@ -165,6 +160,12 @@ class EvictingTable:
     def _of_sequences(self, granted: jax.Array) -> jax.Array:
         """Whether all rows of each sequence were granted, [B] bool."""
         return jnp.all(granted.reshape(-1, self.heads), axis=1)
+
+
+def rows_of(sequences: jax.Array, heads: int) -> jax.Array:
+    """The rows of sequences i32[n], `heads` each, [n * heads] int32; B gives rows past the end."""
+    heads_of_one = jnp.arange(heads, dtype=jnp.int32)
+    return (sequences[:, None] * heads + heads_of_one[None]).reshape(-1)
 
 
 def _all_slots(table: PageTable, rows: jax.Array) -> jax.Array:

@@ -211,8 +211,9 @@ class _Sizes:
         if spec.retention is None:
             return inner
         group_size = self.model.num_heads // heads
-        rows, rope = self.slots * heads, self.model.rope
-        return EvictingCache.init(inner, spec.retention, index, rows, group_size, head_dim, rope)
+        return EvictingCache.init(
+            inner, spec.retention, index, self.slots, heads, group_size, self.model.rope
+        )
 
 
 def _rows_per_sequence(spec: CacheSpec, num_kv_heads: int) -> int:

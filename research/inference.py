@@ -12,7 +12,7 @@ on its neighbours, its slot or its pages (WORKSPACE-notes.md, batch invariance).
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from kvlab.models.decoder import Decoder
 from kvlab.ops.caches.evicting import EvictingCache
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
 from kvlab.ops.evicting_table import EvictingTable
-from kvlab.ops.page_table import CopyPlan
+from kvlab.ops.page_table import CopyPlan, PageTable
 from kvlab.ops.row_table import RowTable
 from kvlab.ops.sampling import SamplingParams, sample, token_log_prob
 from kvlab.research.cache import Cache
@@ -202,46 +202,100 @@ def fork(
       The cache, the logits, and ok bool[]: False where the pool had too few free pages for the
       copies, and then nothing has changed.
     """
-    forked = [_fork_table(table, source, target) for table in cache.tables]
-    ok = functools.reduce(jnp.logical_and, [granted for _, _, granted in forked])
-    target = jnp.where(ok, target, config.slots)
+
+    def onto(ok: jax.Array) -> jax.Array:
+        return jnp.where(ok, target, config.slots)
+
+    return _remapped(
+        config,
+        cache,
+        logits,
+        [_with_copies(table.fork(source, target)) for table in cache.tables],
+        lambda layer, ok: layer.fork(source, onto(ok)),
+        lambda array, ok: array.at[onto(ok)].set(array[source], mode="drop"),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache", "logits"))
+def reorder(
+    config: InferenceConfig, cache: Cache, logits: jax.Array, parents: jax.Array
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """Lets sequences take over others, as beam search does: pages change hands and are shared.
+
+    Partial last pages are made writable as in `fork`.
+
+    Args:
+      config: the session's shapes.
+      cache: donated; use the returned one.
+      logits: [B, V] float32, donated.
+      parents: [B] int32, the sequence that each becomes, repeated or not; B empties it.
+
+    Returns:
+      The cache, the logits, and ok bool[]: False where the pool had too few free pages for the
+      copies, and then nothing has changed.
+    """
+    unmoved = jnp.arange(config.slots, dtype=jnp.int32)
+    return _remapped(
+        config,
+        cache,
+        logits,
+        [_with_copies(table.reorder(parents)) for table in cache.tables],
+        lambda layer, ok: layer.reorder(jnp.where(ok, parents, unmoved)),
+        lambda array, ok: array.at[jnp.where(ok, parents, unmoved)].get(mode="fill", fill_value=0),
+    )
+
+
+def _remapped(
+    config: InferenceConfig,
+    cache: Cache,
+    logits: jax.Array,
+    remapped: Sequence[tuple[Table, CopyPlan | None, jax.Array]],
+    follow: Callable[[LayerCache, jax.Array], LayerCache],
+    moved: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """Puts new tables in place, copies the partial pages that they share, and all else follows.
+
+    Args:
+      config: the session's shapes.
+      cache: as it was.
+      logits: [B, V] float32.
+      remapped: the cache's tables, mapping what sequences are to hold; what layers have to copy;
+        and ok bool[], False where a table found too few pages.
+      follow: moves what a layer holds per sequence; with a bool[] that is False, moves nothing.
+      moved: the same for an array [B, ...].
+
+    Returns:
+      As `fork`.
+    """
+    ok = functools.reduce(jnp.logical_and, [granted for _, _, granted in remapped])
+    tables = tuple(table for table, _, _ in remapped)
     layers = []
     for layer, spec in zip(cache.layers, config.layer_specs, strict=True):
-        table, plan, _ = forked[spec.table]
-        moved = layer
+        (_, plan, _), copied = remapped[spec.table], layer
         if plan is not None:
             nowhere = jnp.iinfo(jnp.int32).max
-            moved = layer.copy(plan.source_slots, jnp.where(ok, plan.target_slots, nowhere))
-        by_row = table.rows_of if isinstance(table, EvictingTable) else lambda sequences: sequences
-        layers.append(moved.fork(by_row(source), by_row(target)))
-
-    def copied(array: jax.Array) -> jax.Array:
-        return array.at[target].set(array[source], mode="drop")
-
+            copied = layer.copy(plan.source_slots, jnp.where(ok, plan.target_slots, nowhere))
+        layers.append(follow(copied, ok))
     cache = Cache(
-        tables=jax.tree.map(
-            functools.partial(jnp.where, ok), tuple(table for table, _, _ in forked), cache.tables
-        ),
+        tables=jax.tree.map(functools.partial(jnp.where, ok), tables, cache.tables),
         layers=tuple(layers),
-        positions=copied(cache.positions),
-        prompt_lengths=copied(cache.prompt_lengths),
-        texts=None if cache.texts is None else copied(cache.texts),
+        positions=moved(cache.positions, ok),
+        prompt_lengths=moved(cache.prompt_lengths, ok),
+        texts=None if cache.texts is None else moved(cache.texts, ok),
     )
-    return cache, copied(logits), ok
+    return cache, moved(logits, ok), ok
 
 
-def _fork_table(
-    table: Table, source: jax.Array, target: jax.Array
+def _with_copies(
+    remapped: PageTable | RowTable | tuple[EvictingTable, CopyPlan | None, jax.Array],
 ) -> tuple[Table, CopyPlan | None, jax.Array]:
-    """A table with sequences forked, what its layers have to copy, and ok bool[]."""
-    if isinstance(table, EvictingTable):
-        return table.fork(source, target)
-    shared = table.fork(source, target)
-    if isinstance(shared, RowTable):
-        return shared, None, jnp.ones((), bool)
-    every = jnp.ones(shared.num_sequences, bool)
-    shared, plan, granted = shared.make_writable(every)
-    return shared, plan, jnp.all(granted)
+    """A forked or reordered table, whose partial pages are made writable, and what that takes."""
+    if isinstance(remapped, tuple):
+        return remapped
+    if isinstance(remapped, RowTable):
+        return remapped, None, jnp.ones((), bool)
+    table, plan, granted = remapped.make_writable(jnp.ones(remapped.num_sequences, bool))
+    return table, plan, jnp.all(granted)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))

@@ -257,6 +257,37 @@ class Session:
                 "release sequences or give more num_pages"
             )
 
+    def reorder(self, parents: Sequence[int]) -> None:
+        """Lets slots take over what others hold, as beams do; paged tokens are shared.
+
+        Args:
+          parents: for each slot, the slot that it takes over; `config.slots` empties it.
+
+        Raises:
+          ValueError: another number of parents than slots, an unknown or empty parent, or no free
+            page for a partial page's copy; nothing has changed then.
+        """
+        slots, lengths = self.config.slots, self.lengths
+        if len(parents) != slots:
+            raise ValueError(f"{len(parents)} parents given for {slots} slots; give one for each")
+        for slot, parent in enumerate(parents):
+            if parent not in (slot, slots):
+                self._check_slot(parent)
+                if lengths[parent] == 0:
+                    raise ValueError(
+                        f"slot {slot} cannot take over slot {parent}, which is empty; parent "
+                        f"{slots} empties a slot"
+                    )
+        with self._counted():
+            self.cache, self.logits, ok = inference.reorder(
+                self.config, self.cache, self.logits, np.asarray(parents, np.int32)
+            )
+        if not ok:
+            raise ValueError(
+                "no free page to copy a partial page that slots would share; release sequences or "
+                "give more num_pages"
+            )
+
     def release(self, slots: Sequence[int] | None = None) -> None:
         """Empties sequences (all of them by default); their pages are free at once."""
         held = np.flatnonzero(self.lengths)

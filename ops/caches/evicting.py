@@ -21,7 +21,7 @@ from kvlab.ops.caches.contiguous import ContiguousCache
 from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
-from kvlab.ops.evicting_table import EvictingTable
+from kvlab.ops.evicting_table import EvictingTable, rows_of
 from kvlab.ops.retention import Evidence, Retention, Sinks, kept_tokens, victims
 from kvlab.ops.rope import Rope, attention_factor, rotation
 from kvlab.ops.storage import decode, encode
@@ -40,6 +40,7 @@ class EvictingCache:
     queries: jax.Array | None  # f32[rows, n, G, H]: the last n, at position modulo n, if observed
     layer: jax.Array  # i32[]: index of the layer
     policy: Retention = dataclasses.field(metadata={"static": True})
+    heads: int = dataclasses.field(metadata={"static": True})  # rows a sequence
     rope: Rope | None = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -48,9 +49,9 @@ class EvictingCache:
         inner: Inner,
         policy: Retention,
         layer: int,
-        num_rows: int,
+        num_sequences: int,
+        heads: int,
         group_size: int,
-        head_dim: int,
         rope: Rope | None = None,
     ) -> "EvictingCache":
         """An empty cache.
@@ -59,15 +60,16 @@ class EvictingCache:
           inner: holds the rows' tokens, with the notes that `notes_of` names.
           policy: which tokens stay.
           layer: index of the layer.
-          num_rows: rows of the layer's table.
+          num_sequences: B.
+          heads: rows of a sequence in the layer's table.
           group_size: query heads of a row (G, or N where a row is a sequence).
-          head_dim: H.
           rope: how keys were turned; used by `Sinks` with positions of the cache alone.
         """
         queries = None
         if policy.observes:
-            queries = jnp.zeros((num_rows, policy.observes, group_size, head_dim), jnp.float32)
-        return cls(inner, queries, jnp.asarray(layer, jnp.int32), policy, rope)
+            shape = (num_sequences * heads, policy.observes, group_size, inner.head_dim)
+            queries = jnp.zeros(shape, jnp.float32)
+        return cls(inner, queries, jnp.asarray(layer, jnp.int32), policy, heads, rope)
 
     def _write(
         self,
@@ -314,15 +316,19 @@ class EvictingCache:
         return keys, values
 
     def fork(self, source: jax.Array, target: jax.Array) -> "EvictingCache":
-        """Copies what rows hold, `source` to `target` i32[n] (rows); pages by their own plan."""
+        """Copies what sequences hold, `source` to `target` i32[n]; pages by the table's plan."""
+        source, target = rows_of(source, self.heads), rows_of(target, self.heads)
         queries = self.queries
         if queries is not None:
             queries = queries.at[target].set(queries[source], mode="drop")
         return dataclasses.replace(self, inner=self.inner.fork(source, target), queries=queries)
 
     def reorder(self, parents: jax.Array) -> "EvictingCache":
-        """Row b takes over what row `parents[b]` i32[rows] holds; pages by their own plan."""
-        queries = None if self.queries is None else self.queries[parents]
+        """Sequence b takes over what `parents[b]` i32[B] holds; pages by the table's plan."""
+        parents = rows_of(parents, self.heads)
+        queries = self.queries
+        if queries is not None:
+            queries = queries.at[parents].get(mode="clip")
         return dataclasses.replace(self, inner=self.inner.reorder(parents), queries=queries)
 
     def copy(self, source: jax.Array, target: jax.Array) -> "EvictingCache":
@@ -375,6 +381,6 @@ def _by_row(step: Step, table: EvictingTable) -> Step:
         table.of_rows(step.positions),
         table.of_rows(step.valid),
         table.of_rows(step.write),
-        None if step.slots is None else table.rows_of(step.slots),
+        None if step.slots is None else rows_of(step.slots, table.heads),
         None if step.later is None else table.of_rows(step.later),
     )

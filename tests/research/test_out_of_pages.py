@@ -115,14 +115,22 @@ def test_a_session_refuses_prompts_that_do_not_fit_before_any_is_stored(tiny):
     assert int(session.cache.tables[0].num_free) == 0
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda s: s.fork(3, [2]), "no free page to copy the partial page of slot 3"),
+        (lambda s: s.reorder([0, 1, 3, 3, 4]), "no free page to copy a partial page that slots"),
+    ],
+    ids=["fork", "reorder"],
+)
 @each_case
-def test_a_fork_that_finds_no_page_changes_nothing(case, tiny):
+def test_sharing_that_finds_no_page_changes_nothing(case, call, told, tiny):
     session = fill(tiny, case)
     session.prefill({4: tiny.prompt(15)})
     before = {slot: held_by(session, slot) for slot in (0, 1, 3, 4)}
     tables = jax.tree.map(np.array, session.cache.tables)
-    with pytest.raises(ValueError, match="no free page to copy the partial page of slot 3"):
-        session.fork(3, [2])
+    with pytest.raises(ValueError, match=told):
+        call(session)
     assert_same(jax.tree.leaves(tables), jax.tree.leaves(session.cache.tables))
     for slot, held in before.items():
         assert_same(held_by(session, slot), held)

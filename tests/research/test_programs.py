@@ -34,6 +34,8 @@ def test_prefill_and_decode_are_one_program_each_and_then_nothing_compiles(one_l
     assert session.compile_s > 0
     session.fork(0, [3])
     assert session.compile_count == 3
+    session.reorder([3, 0, 0, 3, 5])
+    assert session.compile_count == 4
     session.use(), session.release()  # host-side calls compile small programs of their own
     sampled = Sampling(temperature=0.9, top_k=7, top_p=0.8, min_p=0.01, seed=3)
     with count_compilations() as compilations:
@@ -43,11 +45,12 @@ def test_prefill_and_decode_are_one_program_each_and_then_nothing_compiles(one_l
         session.decode(9, sampling=sampled, forced={0: tiny.prompt(9)}, steps_per_call=2)
         session.release([1, 4])
         session.fork(0, [4, 1])
+        session.reorder([2, 1, 4, 5, 5])
         session.prefill({4: tiny.prompt(3), 2: tiny.prompt(21)})
         session.decode(7, sampling=Sampling(sample_index=4))
         session.use()
     assert compilations.count == 0
-    assert session.compile_count == 3
+    assert session.compile_count == 4
 
 
 def test_an_equal_session_compiles_nothing(one_layer_session, tiny):
@@ -68,6 +71,7 @@ def test_buffers_are_donated(one_layer_session, tiny):
         lambda: session.prefill([tiny.prompt(40)]),
         lambda: session.decode(2),
         lambda: session.fork(0, [1]),
+        lambda: session.reorder([1, 0, 0, 5, 5]),
         session.release,
     ]:
         before = session.cache.layers

@@ -251,6 +251,22 @@ def test_a_fork_onto_a_sequence_names_it(session):
         session.fork(0, [1, 2])
 
 
+@pytest.mark.parametrize(
+    ("parents", "told"),
+    [
+        ([0, 1], "2 parents given for 3 slots; give one for each"),
+        ([0, 1, 4], "slot 4 does not exist"),
+        ([0, -1, 3], "slot -1 does not exist"),
+        ([0, 2, 3], "slot 1 cannot take over slot 2, which is empty; parent 3 empties a slot"),
+    ],
+)
+def test_wrong_parents_are_named(session, parents, told):
+    session.prefill([TEXT[:3], TEXT[:2]])
+    with pytest.raises(ValueError, match=told):
+        session.reorder(parents)
+    assert list(session.lengths) == [3, 2, 0]
+
+
 def test_a_fork_without_a_page_for_its_last_one_changes_nothing(session):
     session.prefill([TEXT[:22], TEXT[:20]])  # 6 and 5 of 11 pages; slot 0's last is partial
     with pytest.raises(ValueError, match="no free page"):

@@ -80,8 +80,7 @@ class Variant:
         if isinstance(self.storage, Kivi4):
             cache = KiviCache.init(cache, B, CHUNK, K, H, self.storage)
         if self.retention is not None:
-            rows = B * self.heads
-            cache = EvictingCache.init(cache, self.retention, 3, rows, N // self.heads, H)
+            cache = EvictingCache.init(cache, self.retention, 3, B, self.heads, N // self.heads)
 
         def filled(array):
             is_int = np.issubdtype(array.dtype, np.integer)  # it has no NaN, but its scale has
@@ -163,9 +162,7 @@ def attend(query, key, value, step, cache, rows, options):
 @jit
 def fork(table, cache, source, target):
     """Copies sequences, a shared partial page included."""
-    rows = (source, target)
     if isinstance(table, EvictingTable):
-        rows = map(table.rows_of, rows)
         table, plan, ok = table.fork(source, target)
     else:
         table, plan, ok = table.fork(source, target), None, True
@@ -173,18 +170,17 @@ def fork(table, cache, source, target):
             table, plan, ok = table.make_writable(jnp.ones(B, bool))
     if plan is not None:
         cache = cache.copy(plan.source_slots, plan.target_slots)
-    return table, cache.fork(*rows), ok
+    return table, cache.fork(source, target), ok
 
 
 @jit
 def reorder(table, cache, parents):
     if not isinstance(table, EvictingTable):
         return table.reorder(parents), cache.reorder(parents)
-    rows = table.rows_of(parents)
     table, plan, _ = table.reorder(parents)
     if plan is not None:
         cache = cache.copy(plan.source_slots, plan.target_slots)
-    return table, cache.reorder(rows)
+    return table, cache.reorder(parents)
 
 
 @jit

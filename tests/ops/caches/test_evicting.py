@@ -189,7 +189,7 @@ class Layer:
             )
         self.policy = policy
         self.table = EvictingTable.init(table, heads)
-        self.cache = EvictingCache.init(inner, policy, 5, B * heads, N // heads, H, rope)
+        self.cache = EvictingCache.init(inner, policy, 5, B, heads, N // heads, rope)
         self.model = Model(policy)
         self.positions = np.zeros(B, np.int32)
         self.random = np.random.default_rng(41)
