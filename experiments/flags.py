@@ -36,6 +36,7 @@ class Flag:
       help: what it means, one sentence without a full stop.
       default: the value when it is not given.
       repeatable: given several times, it collects its values in a list.
+      words: what a switch may be set to beside true and false (`--name=word`).
     """
 
     parse: Callable[[str], Any]
@@ -43,6 +44,7 @@ class Flag:
     help: str
     default: Any = None
     repeatable: bool = False
+    words: tuple[str, ...] = ()
 
 
 def text(written: str) -> str:
@@ -213,6 +215,22 @@ _SHARED = {
         number, "X", "drop tokens less likely than this share of the likeliest; 0 is off", 0.0
     ),
     "num_samples": Flag(whole(1), "N", "continuations of each prompt", 1),
+    "num_beams": Flag(
+        whole(1), "N", "beam search for the likeliest continuation, with N beams; 1 is off", 1
+    ),
+    "length_penalty": Flag(
+        number,
+        "X",
+        "of beams: the power of their length that log-probabilities are divided by",
+        1.0,
+    ),
+    "early_stopping": Flag(
+        bool,
+        "",
+        "end a beam search when N beams have ended; =never goes on while a better one is possible",
+        False,
+        words=("never",),
+    ),
     "json": Flag(bool, "", "one JSON object a line instead of text", False),
 }
 
@@ -279,19 +297,25 @@ class _Parser(absl_flags.ArgumentParser):
 
 
 class _Switch(absl_flags.BooleanParser):
-    """absl's own, with an error that a reader understands."""
+    """absl's own, with words of the flag's and an error that a reader understands."""
 
-    def parse(self, argument: Any) -> bool:
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+
+    def parse(self, argument: Any) -> Any:
+        if argument in self._words:
+            return argument
         try:
             return super().parse(argument)
         except (TypeError, ValueError):
-            raise ValueError("legal values: true, false") from None
+            legal = ", ".join(("true", "false", *self._words))
+            raise ValueError(f"legal values: {legal}") from None
 
 
 def _define(values: absl_flags.FlagValues, name: str, flag: Flag) -> None:
     if flag.parse is bool:
         switch = absl_flags.BooleanFlag(name, flag.default, flag.help)
-        switch.parser = _Switch()
+        switch.parser = _Switch(flag.words)
         absl_flags.DEFINE_flag(switch, flag_values=values)
         return
     parser: absl_flags.ArgumentParser[Any] = _Parser(flag)

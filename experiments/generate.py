@@ -2,13 +2,15 @@
 
     kvlab generate --chat --prompt="What is a KV cache?"
     kvlab generate --prompt="The capital of France is" --num_samples=3 --temperature=0.8 --json
+    kvlab generate --prompt="The KV cache is" --num_beams=4 --length_penalty=1.0 --early_stopping
     kvlab generate --model=FOLDER --prompt_ids=1,15,27
 
 A text ends at the model's end-of-text token, at a --stop string, or after --max_tokens. More
 sequences than --slots run one group after another. With --json every continuation is a line: its
 prompt, token ids, text, log-probabilities (natural, of the model without temperature or filters),
 why it ended (stop, length, max_length, out_of_pages), and its time to first token and per token
-after that (seconds, without compilation).
+after that (seconds, without compilation). A beam search gives the best beam of each prompt and its
+score, the sum of its log-probabilities over its length to the power of --length_penalty.
 """
 
 import json
@@ -23,8 +25,10 @@ from kvlab.experiments.main import execute
 
 if TYPE_CHECKING:
     from kvlab.models.tokenizers import Tokenizer
+    from kvlab.research.beam import Beam
     from kvlab.research.generation import Completion
     from kvlab.research.prompts import Prompt
+    from kvlab.research.session import Session
 
 FLAGS = command_flags(
     "model",
@@ -39,6 +43,9 @@ FLAGS = command_flags(
     "min_p",
     "seed",
     "num_samples",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
     "json",
     "slots",
     "chunk",
@@ -57,6 +64,7 @@ def main(argv: list[str]) -> None:
     from kvlab.research.session import Session
     from kvlab.research.variants import with_attention
 
+    _refuse_what_beams_leave_out()
     sampling = Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p, FLAGS.min_p, FLAGS.seed)
     spec = flags.cache_point(FLAGS)
     encode_prompts = _read_prompts()
@@ -66,8 +74,9 @@ def main(argv: list[str]) -> None:
     config = fitting_config(
         model.config,
         spec,
-        sequences=len(prompts) * FLAGS.num_samples,
+        sequences=len(prompts) * FLAGS.num_samples * FLAGS.num_beams,
         needed=max(len(prompt.ids) for prompt in prompts) + FLAGS.max_tokens,
+        group=FLAGS.num_beams,
         slots=FLAGS.slots,
         max_length=FLAGS.max_length,
         chunk=FLAGS.chunk,
@@ -75,6 +84,9 @@ def main(argv: list[str]) -> None:
     )
     generation.check_prompts(prompts, config)
     session = Session(model.params, config)
+    if FLAGS.num_beams > 1:
+        _search(session, prompts, tokenizer)
+        return
     options = generation.Options(
         max_tokens=FLAGS.max_tokens,
         sampling=sampling,
@@ -93,7 +105,54 @@ def main(argv: list[str]) -> None:
         elif streams:
             print()
         else:
-            print(_as_text(completion, single), flush=True)
+            label = f"{completion.prompt_index + 1}.{completion.sample_index + 1}"
+            shown = _as_text(completion.tokens, completion.text)
+            print(shown if single else _under_prompt(completion.prompt, label, shown), flush=True)
+
+
+def _refuse_what_beams_leave_out() -> None:
+    """Raises ValueError where flags of beam search and of sampling meet, or the first stand alone.
+
+    A beam search draws nothing, and ends beams at token ids.
+    """
+    told = "it is of beam search, which needs 2 beams or more"
+    refused = ["length_penalty", "early_stopping"]
+    if FLAGS.num_beams > 1:
+        told = (
+            "beam search takes the likeliest continuation and ends at the model's own end of text"
+        )
+        refused = ["temperature", "top_k", "top_p", "min_p", "num_samples", "stop"]
+    for name in refused:
+        if FLAGS[name].value != FLAGS[name].default:
+            given = f"--num_beams={FLAGS.num_beams} with --{name}"
+            raise ValueError(f"{given}: {told}; leave one out")
+
+
+def _search(session: "Session", prompts: "list[Prompt]", tokenizer: "Tokenizer | None") -> None:
+    """Prints the best beam of each prompt."""
+    from kvlab.research import beam, generation
+
+    options = beam.BeamOptions(
+        num_beams=FLAGS.num_beams,
+        max_tokens=FLAGS.max_tokens,
+        length_penalty=FLAGS.length_penalty,
+        early_stopping=FLAGS.early_stopping,
+        stop_ids=tokenizer.eos_ids if tokenizer else (),
+    )
+    found = beam.beam_search(session, prompts, options)
+    for index, (prompt, (best,)) in enumerate(zip(prompts, found, strict=True)):
+        text = None
+        if tokenizer is not None:
+            stream = generation.detokenizer(tokenizer, prompt)
+            stopped = best.finish_reason == "stop"
+            text = stream.push(best.tokens[: -1 if stopped else None]) + stream.finish()
+        if FLAGS.json:
+            line = _beam_json(index, prompt, best, text)
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        else:
+            label = f"{index + 1}, score {best.score:.4f}"
+            shown = _as_text(best.tokens, text)
+            print(_under_prompt(prompt, label, shown), flush=True)
 
 
 def _read_prompts() -> "Callable[[Tokenizer | None], list[Prompt]]":
@@ -129,20 +188,37 @@ def _as_json(completion: "Completion") -> dict[str, Any]:
         "ttft_s": completion.ttft_s,
         "tpot_s": completion.tpot_s,
     }
+    return _present(line)
+
+
+def _beam_json(index: int, prompt: "Prompt", beam: "Beam", text: str | None) -> dict[str, Any]:
+    """The line of one prompt's best beam."""
+    line = {
+        "prompt": prompt.text,
+        "prompt_ids": prompt.ids,
+        "prompt_index": index,
+        "tokens": beam.tokens,
+        "text": text,
+        "score": beam.score,
+        "cumulative_log_prob": beam.log_prob,
+        "finish_reason": beam.finish_reason,
+    }
+    return _present(line)
+
+
+def _present(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if value is not None}
 
 
-def _as_text(completion: "Completion", single: bool) -> str:
-    """A continuation for a reader, under its prompt where there are several."""
-    text = completion.text
-    if text is None:
-        text = ",".join(map(str, completion.tokens))
-    if single:
-        return text
-    prompt = completion.prompt
-    shown = ",".join(map(str, prompt.ids)) if prompt.text is None else prompt.text
-    head = f"[{completion.prompt_index + 1}.{completion.sample_index + 1}] "
-    return f"{head}{textwrap.shorten(shown, 80)}\n{text}\n"
+def _as_text(tokens: tuple[int, ...], text: str | None) -> str:
+    """A continuation for a reader: ids where there is no text."""
+    return ",".join(map(str, tokens)) if text is None else text
+
+
+def _under_prompt(prompt: "Prompt", label: str, shown: str) -> str:
+    """A continuation below its prompt."""
+    head = ",".join(map(str, prompt.ids)) if prompt.text is None else prompt.text
+    return f"[{label}] {textwrap.shorten(head, 80)}\n{shown}\n"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ def fitting_config(
     *,
     sequences: int,
     needed: int,
+    group: int = 1,
     slots: int | None = None,
     max_length: int | None = None,
     chunk: int | None = None,
@@ -31,7 +32,8 @@ def fitting_config(
       spec: the cache of all layers.
       sequences: how many there are.
       needed: tokens of the longest; what is past the model's context is left out.
-      slots: sequences side by side; None is all of them up to 8.
+      group: sequences that run together or not at all, as the beams of a prompt.
+      slots: sequences side by side; None is all of them up to 8, in whole groups, at least one.
       max_length: most tokens of a sequence; None is `needed`, rounded up.
       chunk: most tokens of a row of one prefill call; None is 128. Less where texts are shorter.
       implementation: of attention; None is the best available.
@@ -47,7 +49,7 @@ def fitting_config(
     return InferenceConfig(
         model,
         spec,
-        slots=slots or min(sequences, _MAX_SLOTS),
+        slots=slots or group * max(min(sequences, _MAX_SLOTS) // group, 1),
         max_length=max_length,
         chunk=chunk if recomputes else min(chunk, max_length),
         implementation=implementation,

@@ -135,6 +135,12 @@ def check_prompts(prompts: Sequence[Prompt], config: InferenceConfig) -> None:
             )
 
 
+def detokenizer(tokenizer: Tokenizer, prompt: Prompt) -> Detokenizer:
+    """Decodes what follows a prompt: a space at its start counts if the prompt holds text."""
+    steers = (token < tokenizer.vocab_size and tokenizer.is_special(token) for token in prompt.ids)
+    return Detokenizer(tokenizer, continued=not all(steers))
+
+
 def warm_up(session: Session, forks: bool) -> None:
     """Compiles what `generate` needs, so that timings hold no compilation.
 
@@ -175,8 +181,7 @@ class _Sequence:
         self._pieces: list[str] = []
         self._detokenizer = None
         if tokenizer is not None:
-            continued = not all(_steers(tokenizer, token) for token in prompt.ids)
-            self._detokenizer = Detokenizer(tokenizer, continued=continued)
+            self._detokenizer = detokenizer(tokenizer, prompt)
 
     def extend(self, got: Continuation, seconds_per_token: float) -> str:
         """Takes what one decode call gave; returns the text that it completes."""
@@ -282,8 +287,3 @@ def _steps_per_call(config: InferenceConfig, options: Options, on_text: OnText |
     if on_text is not None:
         return 1
     return min(_STOP_STRING_STEPS, config.decode_steps) if options.stop else config.decode_steps
-
-
-def _steers(tokenizer: Tokenizer, token: int) -> bool:
-    """Whether a token is no part of the text."""
-    return token < tokenizer.vocab_size and tokenizer.is_special(token)

@@ -115,6 +115,16 @@ def test_switches_can_be_turned_off():
     assert parsed(command_flags("json"), "--json", "--nojson").json is False
 
 
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [([], False), (["--early_stopping"], True), (["--early_stopping=never"], "never")],
+)
+def test_a_switch_may_take_words(arguments, value):
+    assert parsed(command_flags("early_stopping"), *arguments).early_stopping == value
+    with pytest.raises(absl_flags.IllegalFlagValueError, match="values: true, false, never"):
+        parsed(command_flags("early_stopping"), "--early_stopping=always")
+
+
 def test_required_flags_are_named_with_their_meaning():
     flags = parsed(command_flags("tokens", "out"), "--tokens=x")
     require(flags, ("tokens",))

@@ -6,6 +6,13 @@ import math
 import numpy as np
 import pytest
 
+from kvlab.models.load import load_model
+from kvlab.ops.specs import CacheSpec
+from kvlab.research.beam import BeamOptions, beam_search
+from kvlab.research.inference import InferenceConfig
+from kvlab.research.prompts import Prompt
+from kvlab.research.session import Session
+
 # One configuration for most tests, which then share its compiled programs.
 TINY = ("--model=random:tiny-gqa", "--max_tokens=5", "--slots=4", "--max_length=32", "--chunk=32")
 
@@ -61,6 +68,62 @@ def test_several_texts_stand_under_their_prompts(kvlab, tmp_path):
     shown = kvlab("generate", *TINY, f"--prompt_file={tmp_path / 'prompt.txt'}", "--prompt=c")
     heads = [line for line in shown.out.splitlines() if line.startswith("[")]
     assert heads == ["[1.1] c", "[2.1] ab"]
+
+
+def test_a_beam_search_gives_the_best_beam_of_each_prompt_with_its_score(kvlab):
+    prompts = ("--prompt=ışık", "--prompt_ids=7,8")
+    search = ("--num_beams=4", "--length_penalty=2", "--early_stopping=never")
+    found = lines(kvlab("generate", *TINY, *prompts, *search, "--json"))
+    model = load_model("random:tiny-gqa")
+    config = InferenceConfig(model.config, CacheSpec(), slots=4, max_length=32, chunk=32)
+    options = BeamOptions(4, 5, 2.0, "never", stop_ids=model.tokenizer.eos_ids)
+    given = [Prompt(tuple("ışık".encode())), Prompt((7, 8))]
+    expected = beam_search(Session(model.params, config), given, options)
+    for index, (line, prompt, (beam,)) in enumerate(zip(found, given, expected, strict=True)):
+        assert line.pop("prompt", None) == (None if index else "ışık")
+        assert line.pop("text") == bytes(line["tokens"]).decode(errors="replace")
+        assert line == {
+            "prompt_ids": list(prompt.ids),
+            "prompt_index": index,
+            "tokens": list(beam.tokens),
+            "score": beam.score,
+            "cumulative_log_prob": beam.log_prob,
+            "finish_reason": "length",
+        }
+    shown = kvlab("generate", *TINY, *prompts, *search)
+    heads = [line for line in shown.out.splitlines() if ", score " in line]
+    assert heads == [
+        f"[1, score {found[0]['score']:.4f}] ışık",
+        f"[2, score {found[1]['score']:.4f}] 7,8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["--temperature=0.5"],
+            "--num_beams=3 with --temperature: beam search takes the likeliest",
+        ),
+        (["--num_samples=2"], "--num_beams=3 with --num_samples: "),
+        (
+            ["--stop=x"],
+            "--num_beams=3 with --stop: beam search takes the likeliest continuation and",
+        ),
+        (["--num_beams=1", "--length_penalty=2"], "--num_beams=1 with --length_penalty: it is of"),
+        (
+            ["--num_beams=1", "--early_stopping"],
+            "--num_beams=1 with --early_stopping: it is of beam",
+        ),
+        (["--num_beams=5"], "num_beams=5 needs as many slots and the session has slots=4"),
+        (["--length_penalty=nan"], "length_penalty=nan given: it must be a finite number"),
+    ],
+)
+def test_flags_that_do_not_go_with_beams_are_named(kvlab, arguments, told):
+    refused = kvlab("generate", *TINY, "--prompt=a", "--num_beams=3", *arguments)
+    assert refused.status == 1
+    assert told in refused.error
+    assert not refused.out
 
 
 def test_a_stop_string_cuts_the_text(kvlab):

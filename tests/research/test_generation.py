@@ -343,6 +343,14 @@ def test_shapes_that_nobody_names_fit_the_sequences(placement, sequences, needed
     assert (config.slots, config.max_length, config.chunk) == expected
 
 
+@pytest.mark.parametrize(
+    ("group", "sequences", "slots"), [(4, 4, 4), (4, 20, 8), (3, 30, 6), (11, 22, 11), (1, 5, 5)]
+)
+def test_sequences_that_run_together_get_whole_groups_of_slots(group, sequences, slots):
+    config = fitting_config(MODEL, CacheSpec(), sequences=sequences, needed=9, group=group)
+    assert config.slots == slots
+
+
 def test_shapes_that_are_named_are_taken():
     config = fitting_config(
         MODEL, CacheSpec(), sequences=9, needed=9, slots=2, max_length=33, chunk=5
