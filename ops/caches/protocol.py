@@ -81,7 +81,10 @@ class LayerCache(Protocol):
         ...
 
     def reorder(self, parents: jax.Array) -> "LayerCache":
-        """Sequence b takes over what is held per sequence of `parents[b]` i32[B]."""
+        """Sequence b takes over what is held per sequence of `parents[b]` i32[B].
+
+        A parent of B empties the sequence: what is then held of it means nothing.
+        """
         ...
 
     def copy(self, source: jax.Array, target: jax.Array) -> "LayerCache":
