@@ -4,7 +4,8 @@ Axes: B sequences (slots), R rows of a prefill call, T positions, D model width,
 tokens of a decode call.
 
 A session compiles two programs, whatever the lengths: `prefill` in its one shape [rows, chunk], and
-`decode`, a loop on the device; the host loop is `decode` asked for one step. `logits` carries
+`decode`, a loop on the device; the host loop is `decode` asked for one step. (Forks and evictions
+are programs of their own: `kvlab.research.sequences`.) `logits` carries
 what the model predicts next for every sequence: decode samples from it, feeds the token, and
 leaves the next prediction there. Within one `InferenceConfig` a sequence's numbers do not depend
 on its neighbours, its slot or its pages (WORKSPACE-notes.md, batch invariance).
@@ -12,7 +13,7 @@ on its neighbours, its slot or its pages (WORKSPACE-notes.md, batch invariance).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,11 +21,8 @@ import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig
 from kvlab.models.decoder import Decoder
-from kvlab.ops.caches.evicting import EvictingCache
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
 from kvlab.ops.evicting_table import EvictingTable
-from kvlab.ops.page_table import CopyPlan, PageTable
-from kvlab.ops.row_table import RowTable
 from kvlab.ops.sampling import SamplingParams, sample, token_log_prob
 from kvlab.research.cache import Cache
 from kvlab.research.inference_config import InferenceConfig
@@ -176,172 +174,6 @@ def decode(
     state = (jnp.zeros((), jnp.int32), cache, logits, decoded)
     _, cache, logits, decoded = jax.lax.while_loop(condition, body, state)
     return cache, logits, decoded
-
-
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache", "logits"))
-def fork(
-    config: InferenceConfig,
-    cache: Cache,
-    logits: jax.Array,
-    source: jax.Array,
-    target: jax.Array,
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """Copies sequences; pages are shared until one side writes.
-
-    The partial last page of a shared sequence is made writable at once for every sequence that
-    maps it, all but one by a copy, so that decode never meets a shared page.
-
-    Args:
-      config: the session's shapes.
-      cache: donated; use the returned one.
-      logits: [B, V] float32, donated.
-      source: [n] int32, sequences to copy.
-      target: [n] int32, distinct empty sequences; B for an unused pair.
-
-    Returns:
-      The cache, the logits, and ok bool[]: False where the pool had too few free pages for the
-      copies, and then nothing has changed.
-    """
-
-    def onto(ok: jax.Array) -> jax.Array:
-        return jnp.where(ok, target, config.slots)
-
-    return _remapped(
-        config,
-        cache,
-        logits,
-        [_with_copies(table.fork(source, target)) for table in cache.tables],
-        lambda layer, ok: layer.fork(source, onto(ok)),
-        lambda array, ok: array.at[onto(ok)].set(array[source], mode="drop"),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache", "logits"))
-def reorder(
-    config: InferenceConfig, cache: Cache, logits: jax.Array, parents: jax.Array
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """Lets sequences take over others, as beam search does: pages change hands and are shared.
-
-    Partial last pages are made writable as in `fork`.
-
-    Args:
-      config: the session's shapes.
-      cache: donated; use the returned one.
-      logits: [B, V] float32, donated.
-      parents: [B] int32, the sequence that each becomes, repeated or not; B empties it.
-
-    Returns:
-      The cache, the logits, and ok bool[]: False where the pool had too few free pages for the
-      copies, and then nothing has changed.
-    """
-    unmoved = jnp.arange(config.slots, dtype=jnp.int32)
-    return _remapped(
-        config,
-        cache,
-        logits,
-        [_with_copies(table.reorder(parents)) for table in cache.tables],
-        lambda layer, ok: layer.reorder(jnp.where(ok, parents, unmoved)),
-        lambda array, ok: array.at[jnp.where(ok, parents, unmoved)].get(mode="fill", fill_value=0),
-    )
-
-
-def _remapped(
-    config: InferenceConfig,
-    cache: Cache,
-    logits: jax.Array,
-    remapped: Sequence[tuple[Table, CopyPlan | None, jax.Array]],
-    follow: Callable[[LayerCache, jax.Array], LayerCache],
-    moved: Callable[[jax.Array, jax.Array], jax.Array],
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """Puts new tables in place, copies the partial pages that they share, and all else follows.
-
-    Args:
-      config: the session's shapes.
-      cache: as it was.
-      logits: [B, V] float32.
-      remapped: the cache's tables, mapping what sequences are to hold; what layers have to copy;
-        and ok bool[], False where a table found too few pages.
-      follow: moves what a layer holds per sequence; with a bool[] that is False, moves nothing.
-      moved: the same for an array [B, ...].
-
-    Returns:
-      As `fork`.
-    """
-    ok = functools.reduce(jnp.logical_and, [granted for _, _, granted in remapped])
-    tables = tuple(table for table, _, _ in remapped)
-    layers = []
-    for layer, spec in zip(cache.layers, config.layer_specs, strict=True):
-        (_, plan, _), copied = remapped[spec.table], layer
-        if plan is not None:
-            nowhere = jnp.iinfo(jnp.int32).max
-            copied = layer.copy(plan.source_slots, jnp.where(ok, plan.target_slots, nowhere))
-        layers.append(follow(copied, ok))
-    cache = Cache(
-        tables=jax.tree.map(functools.partial(jnp.where, ok), tables, cache.tables),
-        layers=tuple(layers),
-        positions=moved(cache.positions, ok),
-        prompt_lengths=moved(cache.prompt_lengths, ok),
-        texts=None if cache.texts is None else moved(cache.texts, ok),
-    )
-    return cache, moved(logits, ok), ok
-
-
-def _with_copies(
-    remapped: PageTable | RowTable | tuple[EvictingTable, CopyPlan | None, jax.Array],
-) -> tuple[Table, CopyPlan | None, jax.Array]:
-    """A forked or reordered table, whose partial pages are made writable, and what that takes."""
-    if isinstance(remapped, tuple):
-        return remapped
-    if isinstance(remapped, RowTable):
-        return remapped, None, jnp.ones((), bool)
-    table, plan, granted = remapped.make_writable(jnp.ones(remapped.num_sequences, bool))
-    return table, plan, jnp.all(granted)
-
-
-@functools.partial(jax.jit, donate_argnames=("cache",))
-def release(cache: Cache, mask: jax.Array) -> Cache:
-    """Empties the sequences of `mask` bool[B]; their pages are free at once."""
-    return cache.release(mask)
-
-
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
-def evict(config: InferenceConfig, cache: Cache, mask: jax.Array) -> Cache:
-    """Applies the policies of retention to sequences whose prompt is complete.
-
-    Rows over their budget shrink: the survivors move to the front of the row, and the pages behind
-    them are free at once. From here on decode keeps rows at their limit (`Retention.when`).
-
-    Args:
-      config: the session's shapes.
-      cache: donated; use the returned one.
-      mask: [B] bool, sequences to shrink.
-
-    Returns:
-      The cache.
-    """
-    tables, layers = list(cache.tables), list(cache.layers)
-    windows = config.decoder.layer_windows
-    for number, table in enumerate(cache.tables):
-        if not isinstance(table, EvictingTable):
-            continue
-        rows, counts, limits = table.of_rows(mask), table.lengths, table.limits
-        for index, spec in enumerate(config.layer_specs):
-            policy, layer = spec.retention, layers[index]
-            if spec.table != number or policy is None:
-                continue
-            assert isinstance(layer, EvictingCache)
-            budget = table.of_rows(policy.limits(cache.prompt_lengths))
-            if policy.when == "decode":
-                limits = jnp.where(rows, jnp.maximum(budget, table.lengths), table.limits)
-                continue
-            options = config.model.attention_options(windows[index], config.implementation)
-            kept, chosen, allowed = layer.choose(table, cache.positions, budget, options)
-            layers[index] = layer.copy(*layer.survivors(table, rows, kept, chosen))
-            counts = jnp.where(rows, chosen, table.lengths)  # alike for all layers of a table
-            if policy.when == "both":
-                limits = jnp.where(rows, allowed, table.limits)
-        tables[number] = table.shrink(counts, limits)
-    return dataclasses.replace(cache, tables=tuple(tables), layers=tuple(layers))
 
 
 def _reserve(

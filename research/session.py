@@ -7,19 +7,18 @@ V vocabulary.
 import collections
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import Sampling, SamplingParams
-from kvlab.research import inference
+from kvlab.research import inference, sequences
 from kvlab.research.cache import Cache, CacheUse, cache_use, unwrapped
-from kvlab.research.compilation import Compilations, count_compilations
-from kvlab.research.inference import MAX_STOP_IDS, InferenceConfig, Params
+from kvlab.research.compilation import count_compilations
+from kvlab.research.inference import InferenceConfig, Params
+from kvlab.research.programs import compile_programs, stop_array
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -122,7 +121,7 @@ class Session:
             mask = np.zeros(self.config.slots, bool)
             mask[list(slots)] = True
             with self._counted():
-                self.cache = inference.evict(self.config, self.cache, mask)
+                self.cache = sequences.evict(self.config, self.cache, mask)
 
     def _prefill_rows(
         self,
@@ -189,7 +188,7 @@ class Session:
         steps = config.decode_steps if steps_per_call is None else steps_per_call
         if not 1 <= steps <= config.decode_steps:
             raise ValueError(f"steps_per_call={steps} given; use 1 to {config.decode_steps}")
-        stops = _stop_array(stop_ids, config.slots)
+        stops = stop_array(stop_ids, config.slots)
         fed = {slot: self._checked_ids(slot, ids) for slot, ids in (forced or {}).items()}
         requests = [
             sampling if isinstance(sampling, Sampling) else sampling.get(slot, Sampling())
@@ -248,7 +247,7 @@ class Session:
         padded[: len(targets)] = targets
         sources = np.where(padded < self.config.slots, source, self.config.slots).astype(np.int32)
         with self._counted():
-            self.cache, self.logits, ok = inference.fork(
+            self.cache, self.logits, ok = sequences.fork(
                 self.config, self.cache, self.logits, sources, padded
             )
         if not ok:
@@ -279,7 +278,7 @@ class Session:
                         f"{slots} empties a slot"
                     )
         with self._counted():
-            self.cache, self.logits, ok = inference.reorder(
+            self.cache, self.logits, ok = sequences.reorder(
                 self.config, self.cache, self.logits, np.asarray(parents, np.int32)
             )
         if not ok:
@@ -294,7 +293,7 @@ class Session:
         chosen = held if slots is None else [slot for slot in slots if slot in held]
         mask = np.zeros(self.config.slots, bool)
         mask[chosen] = True
-        self.cache = inference.release(self.cache, mask)
+        self.cache = sequences.release(self.cache, mask)
 
     def use(self) -> CacheUse | None:
         """The cache's bytes, measured from its arrays; None where nothing is stored."""
@@ -367,54 +366,6 @@ class Session:
                     f"{free} of {table.num_pages} are free; release sequences, or give "
                     "a larger num_pages"
                 )
-
-
-def compile_programs(params: Params, config: InferenceConfig) -> Compilations:
-    """Compiles prefill, decode and, where tokens are evicted, evict of a config, for its sessions.
-
-    Most of a compilation runs on one core, so the two go side by side and take little longer than
-    one.
-
-    Args:
-      params: the decoder's parameters, as sessions will be given them.
-      config: the shapes.
-
-    Returns:
-      How many programs were built, and how long it took.
-    """
-    rows, slots = np.zeros(config.rows, np.int32), np.zeros(config.slots, np.int32)
-    tokens = np.zeros((config.rows, config.chunk), np.int32)
-    sampling = SamplingParams.from_requests([Sampling()] * config.slots)
-    stops = _stop_array((), config.slots)
-    feed = np.zeros((config.slots, config.decode_steps), np.int32)
-    state = params, config, jax.eval_shape(config.init_cache), jax.eval_shape(config.init_logits)
-    # Traced one after the other: JAX names inner functions as it meets them, and the persistent
-    # compilation cache would see other names, and so another program, each time.
-    lowered = [
-        inference.prefill.lower(*state, tokens, rows, rows, rows),
-        inference.decode.lower(*state, sampling, slots, stops, feed, slots),
-    ]
-    if config.evicts:
-        lowered.append(inference.evict.lower(*state[1:3], slots > 0))
-
-    def compile_one(program: jax.stages.Lowered) -> int:
-        with count_compilations() as compilations:
-            program.compile()
-        return compilations.count
-
-    began = time.perf_counter()
-    with ThreadPoolExecutor(2) as threads:
-        count = sum(threads.map(compile_one, lowered))
-    return Compilations(count, time.perf_counter() - began)
-
-
-def _stop_array(stop_ids: Sequence[int], num_sequences: int) -> np.ndarray:
-    """The same stop ids for every sequence, [B, MAX_STOP_IDS] int32, -1 for none."""
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise ValueError(f"{len(stop_ids)} stop ids given; at most {MAX_STOP_IDS} fit")
-    stops = np.full((num_sequences, MAX_STOP_IDS), -1, np.int32)
-    stops[:, : len(stop_ids)] = list(stop_ids)
-    return stops
 
 
 def _extended(

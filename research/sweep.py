@@ -18,10 +18,11 @@ from kvlab.research.cache import CacheUse
 from kvlab.research.compilation import Compilations
 from kvlab.research.experiment import Sweep, Variant
 from kvlab.research.inference import InferenceConfig, Params
+from kvlab.research.programs import compile_programs
 from kvlab.research.progress import progress
 from kvlab.research.results import Row, RunFolder, make_row, timestamp
 from kvlab.research.scoring import Quality, compare
-from kvlab.research.session import Session, compile_programs
+from kvlab.research.session import Session
 from kvlab.research.variants import apply_attention, kv_heads
 
 TEXTS = {"en": "english.txt", "tr": "turkish.txt"}

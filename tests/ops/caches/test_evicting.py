@@ -60,7 +60,7 @@ def attend(query, key, value, step, cache, rows):
 
 @jit
 def shrink(cache, table, mask, positions, limits):
-    """As `inference.evict` does for one layer."""
+    """As `sequences.evict` does for one layer."""
     kept, counts, limits = cache.choose(table, positions, limits, OPTIONS)
     cache = cache.copy(*cache.survivors(table, mask, kept, counts))
     return cache, jnp.where(mask, counts, table.lengths), limits
