@@ -17,6 +17,7 @@ from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import CacheSpec, Contiguous, Kivi4, Paged, Ring
 from kvlab.research.cache import unwrapped
 from kvlab.research.inference import prefill
+from kvlab.research.sequences import evict
 
 CASES = {
     "paged": ("gqa", Paged(8)),
@@ -27,8 +28,8 @@ CASES = {
         "mixed",
         (
             CacheSpec(Ring(13)),
-            CacheSpec(Paged(8), Kivi4(8, 3)),
-            CacheSpec(Ring(71), Kivi4(8)),
+            CacheSpec(Paged(16), Kivi4(16, 3)),
+            CacheSpec(Ring(71), Kivi4(16)),
         ),
     ),
 }
@@ -141,6 +142,8 @@ def test_a_prompt_that_fills_all_rows_of_a_call_is_the_one_that_has_one_row_of_e
         )
         assert ok.all()
         np.testing.assert_array_equal(states[1, : len(piece)], hidden[start : start + len(piece)])
+    if config.evicts:
+        single.cache = evict(config, single.cache, np.arange(config.slots) == 3)
     traces = [tiny.continued(session, [3]) for session in (packed, single)]
     assert_equal_bits(traces[0].row(3), traces[1].row(3))
 
