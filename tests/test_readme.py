@@ -35,6 +35,20 @@ def test_the_ablation_script_runs_from_any_folder(tmp_path, monkeypatch, capsys)
     assert "report: runs/page_size/report.html" in capsys.readouterr().out
 
 
+def test_the_policy_runs_from_any_folder(tmp_path, monkeypatch):
+    (policy,) = [block for block in BLOCKS if "class EveryOther" in block]
+    assert len(policy.splitlines()) < 60
+    command = re.search(r"`kvlab (sweep [^`]*my_policy:EveryOther[^`]*)`", README)
+    assert command
+    (tmp_path / "my_policy.py").write_text(policy)
+    monkeypatch.chdir(tmp_path)
+    small = ["--model=random:tiny-gqa", "--batch_sizes=2", "--prompt_tokens=90", "--out=run"]
+    small += ["--max_length=128", "--quality_tokens=0", "--repeats=1"]
+    assert main.run(shlex.split(command[1].replace("all,window,", "all,")) + small) == 0
+    full, own = (row["metrics"]["kv_bytes_used"] for row in read_rows("run"))
+    assert own < 0.7 * full
+
+
 def test_there_are_two_commands_for_a_fresh_machine():
     section = README.split("## Two commands")[1].split("##")[0]
     (block,) = re.findall(r"```\n(.*?)```", section, re.DOTALL)

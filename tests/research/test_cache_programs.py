@@ -1,8 +1,8 @@
 """Random programs of prefill, decode, fork, reorder and release on real caches, against a model.
 
 The model knows texts, the pages that hold them as plain Python objects, and who shares them. It
-says what each operation must do, refusals included; nothing may leak. `KVLAB_PROGRAMS` sets how many
-programs run (200; the long mode is 2,000 and more).
+says what each operation must do, refusals included; nothing may leak. `KVLAB_PROGRAMS` sets how
+many programs run (200; the long mode is 2,000 and more).
 """
 
 import dataclasses
