@@ -140,15 +140,22 @@ class ContiguousCache:
         notes = self.key[name][:, 0, 0]
         return notes if step.slots is None else notes.at[step.slots].get(mode="clip")
 
-    def add_note(
-        self, name: str, step: Step, table: Table, index: jax.Array, numbers: jax.Array
-    ) -> "ContiguousCache":
-        """Adds `numbers` [B, s] to a note on the slots of block `index` i32[]."""
+    def stored_note(self, name: str) -> jax.Array:
+        """A note on every slot, as it lies beside the keys."""
+        return self.key[name]
+
+    def added(
+        self, notes: jax.Array, step: Step, table: Table, index: jax.Array, numbers: jax.Array
+    ) -> jax.Array:
+        """Notes `[.., 1, 1, S]` with `numbers` [B, s] added on the slots of block `index` i32[]."""
         del table
         count, size = numbers.shape
         row = jnp.arange(count, dtype=jnp.int32) if step.slots is None else step.slots
         slots = index * size + jnp.arange(size, dtype=jnp.int32)
-        notes = self.key[name].at[row[:, None], 0, 0, slots[None]].add(numbers, mode="drop")
+        return notes.at[row[:, None], 0, 0, slots[None]].add(numbers, mode="drop")
+
+    def with_note(self, name: str, notes: jax.Array) -> "ContiguousCache":
+        """The cache with other notes."""
         return dataclasses.replace(self, key=self.key | {name: notes})
 
     def blocks(

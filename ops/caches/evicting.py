@@ -174,12 +174,12 @@ class EvictingCache:
         """Adds the attention that the step's queries give to every token's mass."""
         received = _receiver(query, step, log_normaliser, options)
 
-        def body(index: jax.Array, inner: Inner) -> Inner:
-            mass = received(source.read(index))
-            return inner.add_note("mass", step, table.table, index, mass)
+        def body(index: jax.Array, mass: jax.Array) -> jax.Array:
+            given = received(source.read(index))
+            return self.inner.added(mass, step, table.table, index, given)
 
-        inner = jax.lax.fori_loop(source.first, source.end, body, self.inner)
-        return dataclasses.replace(self, inner=inner)
+        mass = jax.lax.fori_loop(source.first, source.end, body, self.inner.stored_note("mass"))
+        return dataclasses.replace(self, inner=self.inner.with_note("mass", mass))
 
     def _remember(self, query: jax.Array, step: Step) -> "EvictingCache":
         """Keeps the step's last queries."""

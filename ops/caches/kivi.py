@@ -67,14 +67,14 @@ class KiviCache:
         recent = self.recent.set(slots, encode(key, "float32"), encode(value, "float32"))
         return dataclasses.replace(self, recent=recent)
 
-    def _close(self, step: Step, table: Table) -> "KiviCache":
-        """Moves the groups that the step's tokens complete."""
-        group, recent, tokens = self.storage.group, self.recent, step.write.shape[1]
-        start = self.num_closed(_lengths_before(step, table))
-        end = self.num_closed(table.lengths)
-        most = -(-tokens // group) * group  # tokens that one step can close
+    def _close(
+        self, step: Step, table: Table, before: jax.Array, after: jax.Array, tokens: int
+    ) -> "KiviCache":
+        """Moves the groups that sequences complete between two lengths i32[B], `tokens` apart."""
+        group, recent = self.storage.group, self.recent
+        start, end = self.num_closed(before), self.num_closed(after)
+        most = -(-tokens // group) * group
         indices = start[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
-        closing = indices < end[:, None]
         rows = jnp.arange(indices.shape[0]) if step.slots is None else step.slots
         slots = indices % recent.capacity
 
@@ -85,9 +85,16 @@ class KiviCache:
         values = recent.value["codes"].at[rows[:, None], :, slots, :].get(mode="clip")
         stored = encode_group(groups(keys), groups(values), self.storage)
         key, value = jax.tree.map(lambda a: a.reshape(a.shape[0], most, *a.shape[3:]), stored)
-        written = dataclasses.replace(step, write=closing)
+        written = dataclasses.replace(step, write=indices < end[:, None])
         target = self.closed.slots(written, table, indices)
         return dataclasses.replace(self, closed=self.closed.set(target, key, value))
+
+    def _close_last(self, step: Step, table: Table, lengths: jax.Array) -> "KiviCache":
+        """Moves the group that the last token of sequences of `lengths` i32[B] completed, if any.
+
+        Done again it changes nothing: `recent` still holds those tokens.
+        """
+        return self._close(step, table, jnp.maximum(lengths - 1, 0), lengths, 1)
 
     def _sources(
         self, step: Step, table: Table, before: jax.Array, window: int | None
@@ -107,20 +114,29 @@ class KiviCache:
         table: Table,
         options: AttentionOptions,
     ) -> tuple[jax.Array, "KiviCache"]:
-        """Enters new tokens, reads, then closes groups; see `LayerCache.attend`."""
-        cache = self._enter(key, value, step, table)
-        before = self.num_closed(_lengths_before(step, table))
-        sources = cache._sources(step, table, before, options.window)
+        """Enters new tokens and reads; groups are closed after that; see `LayerCache.attend`.
+
+        The group that a decode step completes is closed when the next step begins. To its queries
+        that is the same, and a pool that is written before it is read needs no copy: XLA makes one
+        of the whole pool otherwise, which a prefill call can afford.
+        """
+        before = _lengths_before(step, table)
+        cache = self._close_last(step, table, before)._enter(key, value, step, table)
+        sources = cache._sources(step, table, self.num_closed(before), options.window)
         output, _ = attend_stored(query, step, key.shape[2], options, sources)
-        return output, cache._close(step, table)
+        tokens = step.write.shape[1]
+        if tokens > 1:
+            cache = cache._close(step, table, before, table.lengths, tokens)
+        return output, cache
 
     def gather(self, table: Table) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K, H] in the order of the sequence; S as of `closed`."""
         rows = table.lengths.shape[0]
         nothing = jnp.zeros((rows, 1), bool)
         step = Step(jnp.zeros((rows, 1), jnp.int32), nothing, nothing)
+        whole = self._close_last(step, table, table.lengths)
         before = self.num_closed(table.lengths)
-        closed, recent = self._sources(step, table, before, None)
+        closed, recent = whole._sources(step, table, before, None)
         keys, values, _, _ = gather_blocks([closed])
         new_keys, new_values, positions, stored = gather_blocks([recent])
         columns = jnp.where(stored, positions % keys.shape[1], keys.shape[1])

@@ -139,17 +139,24 @@ class PagedCache:
         notes = self.k_pages[name][:, 0, 0].at[pages].get(mode="clip")
         return notes.reshape(pages.shape[0], -1)
 
-    def add_note(
-        self, name: str, step: Step, table: Table, index: jax.Array, numbers: jax.Array
-    ) -> "PagedCache":
-        """Adds `numbers` [B, s] to a note on the slots of block `index` i32[]."""
+    def stored_note(self, name: str) -> jax.Array:
+        """A note on every slot, as it lies beside the keys."""
+        return self.k_pages[name]
+
+    def added(
+        self, notes: jax.Array, step: Step, table: Table, index: jax.Array, numbers: jax.Array
+    ) -> jax.Array:
+        """Notes `[.., 1, 1, p]` with `numbers` [B, s] added on the slots of block `index` i32[]."""
         del step
         block_pages = -(-READ_BLOCK // self.page_size)
         page_indices = _padded_page_indices(_paged(table), block_pages)
         start = index * block_pages
         pages = jax.lax.dynamic_slice_in_dim(page_indices, start, block_pages, axis=1)
         numbers = numbers.reshape(*pages.shape, self.page_size)
-        notes = self.k_pages[name].at[pages, 0, 0].add(numbers, mode="drop")
+        return notes.at[pages, 0, 0].add(numbers, mode="drop")
+
+    def with_note(self, name: str, notes: jax.Array) -> "PagedCache":
+        """The cache with other notes."""
         return dataclasses.replace(self, k_pages=self.k_pages | {name: notes})
 
     def blocks(self, step: Step, table: Table, lengths: jax.Array, window: int | None) -> Blocks:
