@@ -10,7 +10,13 @@ from kvlab.research.bar_chart import Bar, BarPanel, draw_bars, is_logarithmic
 from kvlab.research.chart_style import COLOURS
 from kvlab.research.grouping import Points, Variant, Workload, attention_rank, placement_rank
 from kvlab.research.scatter_chart import Mark, ScatterPanel, draw_scatter
-from kvlab.research.tables import divergence, language_name, quality_metrics, significant
+from kvlab.research.tables import (
+    divergence,
+    language_name,
+    quality_metrics,
+    quality_parts,
+    significant,
+)
 
 _BYTES_PER_KIB = 1024
 _LEAST_KL_NATS = 1e-8  # below it a divergence is rounding
@@ -109,9 +115,9 @@ def _quality_against_cost(points: Points, base: str) -> Picture | None:
     is_kl = base == "kl_vs_oracle"
     panels = []
     for metric in quality_metrics(points):
-        marks = _marks(points, metric) if metric.startswith(base) else ()
+        measured, language = quality_parts(metric)
+        marks = _marks(points, metric) if measured == base else ()
         if marks:
-            language = metric.removeprefix(base).removeprefix("_")
             panels.append(
                 ScatterPanel(
                     f"{language_name(language)} text" if language else "All texts",

@@ -15,7 +15,7 @@ from kvlab.research.grouping import (
     attention_rank,
     combined_label,
 )
-from kvlab.research.tables import language_name, quality_metrics, significant
+from kvlab.research.tables import language_name, quality_metrics, quality_parts, significant
 
 # Lossless variants differ from the oracle by rounding alone; this is far above that, and far
 # below what any change of the model costs.
@@ -157,7 +157,7 @@ def _waste(points: Points) -> list[str]:
 
 
 def _quality(points: Points) -> list[str]:
-    names = [name for name in quality_metrics(points) if name.startswith("kl_vs_oracle")]
+    names = [name for name in quality_metrics(points) if quality_parts(name)[0] == "kl_vs_oracle"]
     worst: dict[Variant, float] = {}
     for variant in points.variants:
         values = [found.value for name in names if (found := points.measured(variant, name))]
@@ -188,11 +188,10 @@ def _distance(
     """Says how far lossy variants of one attention are, by the worst of them."""
     parts: dict[str, list[str]] = {"perplexity": [], "KL": []}
     for metric in quality_metrics(points):
-        base = next((base for base in _DISTANCES if metric.startswith(base)), None)
+        base, language = quality_parts(metric)
         values = [found.value for v in variants if (found := points.measured(v, metric))]
-        if base is None or not values:
+        if base not in _DISTANCES or not values:
             continue
-        language = metric.removeprefix(base).removeprefix("_")
         text = significant(max(values)) + (" nats" if base == "kl_vs_oracle" else "")
         oracle = [found.value for v in exact if (found := points.measured(v, metric))]
         if oracle and base == "perplexity":

@@ -20,7 +20,7 @@ from kvlab.research.findings import findings
 from kvlab.research.grouping import Points
 from kvlab.research.results import RunFolderError, read_manifest, read_rows, write_atomically
 from kvlab.research.rows import Row
-from kvlab.research.tables import format_table, is_quality, result_tables
+from kvlab.research.tables import format_table, quality_parts, result_tables
 
 REPORT_NAME = "report.html"
 
@@ -64,9 +64,22 @@ _GLOSSARY = {
         "how far the predictions are from those of the oracle, the unmodified model that "
         "recomputes the whole text at every step; 0 is no difference.",
     ),
+    "kl_vs_oracle_p99": (
+        "KL p99",
+        "the same at the position that only one in a hundred exceeds: how bad the bad places are.",
+    ),
     "top1_agreement": (
         "top-1",
         "how often the most likely next token is the oracle's.",
+    ),
+    "passkey_accuracy": (
+        "passkey",
+        "a number is hidden at several depths of a long text and asked for at its end: the share "
+        "of numbers whose every digit is ranked first. Only lengths that the full cache answers.",
+    ),
+    "passkey_digits": (
+        "passkey digits",
+        "the share of the digits that are ranked first.",
     ),
 }
 _PLACEMENTS = {
@@ -225,7 +238,7 @@ def _first_line(error: str) -> str:
 def _terms(points: Points) -> dict[str, str]:
     """The words that this report uses, explained."""
     metrics = points.metrics()
-    bases = {name if not is_quality(name) else _base(name) for name in metrics}
+    bases = {quality_parts(name)[0] or name for name in metrics}
     settings = [variant.settings for variant in points.variants]
     used = {str(it.get("attention", "")).partition(":")[0] for it in settings}
     used |= {str(it.get("placement", "")) for it in settings}
@@ -237,10 +250,6 @@ def _terms(points: Points) -> dict[str, str]:
             if name in bases or name in points.varying
         },
     }
-
-
-def _base(name: str) -> str:
-    return name if name in _GLOSSARY else name.rpartition("_")[0]
 
 
 def _render(

@@ -108,12 +108,18 @@ METRICS = {
     "max_concurrent_sequences": Metric("max sequences", whole),
     "perplexity": Metric("perplexity", significant),
     "kl_vs_oracle": Metric("KL nats", divergence),
+    "kl_vs_oracle_p99": Metric("KL p99 nats", divergence),
     "top1_agreement": Metric("top-1 %", percent),
+    "passkey_accuracy": Metric("passkey %", percent),
+    "passkey_digits": Metric("passkey digits %", percent),
     "mfu": Metric("MFU %", percent),
     "mbu": Metric("MBU %", percent),
     "arithmetic_intensity": Metric("FLOP/byte", significant),
 }
-QUALITY = ("perplexity", "kl_vs_oracle", "top1_agreement")
+QUALITY = (
+    *("perplexity", "kl_vs_oracle", "kl_vs_oracle_p99", "top1_agreement"),
+    *("passkey_accuracy", "passkey_digits"),
+)
 
 _WORKLOAD_HEADINGS = {"batch_size": "batch", "prompt_tokens": "prompt", "decode_tokens": "steps"}
 _MEMORY = frozenset(
@@ -123,24 +129,38 @@ _MEMORY = frozenset(
     }
 )
 _NOT_IN_BRIEF = frozenset(
-    {"itl_p50_s", "itl_p99_s", "compile_s", "compile_count", "kv_bytes_allocated", "kv_bytes_used"}
+    {
+        *("itl_p50_s", "itl_p99_s", "compile_s", "compile_count"),
+        *("kv_bytes_allocated", "kv_bytes_used", "kl_vs_oracle_p99", "passkey_digits"),
+    }
 )
 
 
 def metric_format(name: str) -> Metric:
-    """Says how to show a metric; quality by language is shown as its mean is, and named by it."""
+    """Says how to show a metric; quality of one text is shown as its mean is, and named by it."""
     if name in METRICS:
         return METRICS[name]
-    base, _, language = name.rpartition("_")
-    if base in QUALITY:
+    base, text = quality_parts(name)
+    if base:
         known = METRICS[base]
-        return dataclasses.replace(known, heading=f"{known.heading} {language}")
+        return dataclasses.replace(known, heading=f"{known.heading} {text}")
     return Metric(name.replace("_", " "), significant)
 
 
+def quality_parts(name: str) -> tuple[str, str]:
+    """Splits the name of a quality metric: what it measures, and on which text ("" for all).
+
+    A metric of another kind gives two empty strings.
+    """
+    for base in sorted(QUALITY, key=len, reverse=True):  # kl_vs_oracle_p99 is not of a text "p99"
+        if name == base or name.startswith(f"{base}_"):
+            return base, name.removeprefix(base).removeprefix("_")
+    return "", ""
+
+
 def is_quality(name: str) -> bool:
-    """Whether a metric says how good the output is, for one language or for their mean."""
-    return name in QUALITY or name.rpartition("_")[0] in QUALITY
+    """Whether a metric says how good the output is, on one text or on all."""
+    return bool(quality_parts(name)[0])
 
 
 def language_name(suffix: str) -> str:
@@ -199,18 +219,21 @@ def result_tables(points: Points, brief: bool = False) -> list[Table]:
             _table("Speed, by point", points, speed, points.workloads),
             _table("Memory, by point", points, held, points.workloads),
         ]
+    if brief:
+        quality = [name for name in quality if quality_parts(name)[0] not in _NOT_IN_BRIEF]
     if quality:
         tables.append(_table("Quality, by variant", points, [*memory, *quality], [None]))
     return [table for table in tables if table is not None]
 
 
 def quality_metrics(points: Points) -> list[str]:
-    """The quality metrics at hand: each language where languages are told apart, else the mean."""
+    """The quality metrics at hand: of each text where texts are told apart, else the mean."""
     names = points.metrics()
     chosen: list[str] = []
     for base in QUALITY:
-        languages = sorted(name for name in names if name.rpartition("_")[0] == base)
-        chosen += languages or [name for name in names if name == base]
+        of_base = [name for name in names if quality_parts(name)[0] == base]
+        by_text = [name for name in of_base if name != base]
+        chosen += sorted(by_text, key=lambda name: (len(name), name)) or of_base  # 512 before 1024
     return chosen
 
 

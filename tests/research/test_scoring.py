@@ -54,6 +54,7 @@ def test_every_figure_is_its_formula(length, model, tiny):
     np.testing.assert_allclose(quality.kl, kl, rtol=1e-4, atol=2e-6)
     assert quality.perplexity == pytest.approx(math.exp(nll.mean()), rel=1e-5)
     assert quality.kl_vs_oracle == pytest.approx(kl.mean(), rel=1e-4)
+    assert quality.kl_vs_oracle_p99 == pytest.approx(np.quantile(kl, 0.99), rel=1e-4)
     assert quality.top1_agreement == agrees.mean()
     assert kl.min() > 1e-3
 
@@ -106,5 +107,6 @@ def test_a_text_without_a_next_token_has_no_quality(length, model):
 
 def test_quality_is_the_mean_of_its_positions():
     quality = Quality.of(np.array([1.0, 3.0]), np.array([0.5, 0.25, 0.0]), np.array([1, 1, 0]) > 0)
-    assert quality == Quality(math.exp(2), 0.25, 2 / 3, (1.0, 3.0), (0.5, 0.25, 0.0))
+    p99 = pytest.approx(0.25 + 0.98 * 0.25)  # linear between neighbours, 0.98 of the way here
+    assert quality == Quality(math.exp(2), 0.25, p99, 2 / 3, (1.0, 3.0), (0.5, 0.25, 0.0))
     assert dataclasses.astuple(quality)[0] == pytest.approx(7.389056)
