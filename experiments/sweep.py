@@ -4,11 +4,15 @@
     kvlab sweep --attention=mha,gqa --placement=contiguous,paged --page_size=8,16,64
     kvlab sweep --config=per_layer
     kvlab sweep --config=my_ablation.py --out=runs/mine
+    kvlab sweep --attention=gqa --placement=paged --retention=all,sinks,h2o --budget=256
+    kvlab sweep --config=per_layer --text=my_corpus.txt --passkey_tokens=512,1024
 
 Every point has decode and prefill speed and the cache's measured bytes; quality is scored once per
-attention x cache. Without --config the experiment is attention_cache; other flags change what they
-name, and axis flags replace its variants by their product. A run that was stopped goes on where it
-was when the same command runs again.
+attention x cache, by one prefill of each text. Where a point has a retention, all points are scored
+on windows of the texts instead: a prompt is prefilled, the rest is forced through decode. Without
+--config the experiment is attention_cache; other flags change what they name, and axis flags
+replace its variants by their product. A run that was stopped goes on where it was when the same
+command runs again.
 """
 
 import dataclasses
@@ -20,10 +24,21 @@ from kvlab.experiments.flags import CACHE_AXES, MANY, Flag, comma_list, command_
 from kvlab.experiments.main import execute
 
 if TYPE_CHECKING:
+    from kvlab.research.evaluation_texts import TextFile
     from kvlab.research.experiment import Sweep
 
 _DEFAULT_CONFIG = "attention_cache"
 _DEFAULT_PLACEMENTS = ("recompute", "contiguous", "paged")
+
+
+def _tokens_or_none(written: str) -> tuple[int, ...]:
+    return comma_list(whole(1))(written) if written else ()
+
+
+def _text_file(written: str) -> "TextFile":
+    from kvlab.research.evaluation_texts import text_file
+
+    return text_file(written)
 
 
 def _tokens_or_all(written: str) -> int | str:
@@ -43,6 +58,14 @@ FLAGS = command_flags(
     repeats=Flag(whole(1), "N", "timed repetitions of a point"),
     quality_tokens=Flag(
         _tokens_or_all, "N", "tokens of each evaluation text that are scored; all, or 0 for none"
+    ),
+    text=Flag(_text_file, "FILE", "score this text, not the project's", (), True),
+    window_tokens=Flag(
+        whole(2), "N", "of a window of text, which are scored where a point has a retention"
+    ),
+    forced_tokens=Flag(whole(1), "N", "of a window, forced through decode and scored"),
+    passkey_tokens=Flag(
+        _tokens_or_none, "N,...", "lengths of texts that hide a key to be found; empty for none"
     ),
     max_length="slots that a sequence may grow to",
     chunk="tokens of a prompt that one prefill call takes",
@@ -95,6 +118,8 @@ def _sweep() -> "Sweep":
     names = {field.name for field in dataclasses.fields(sweep)}
     given: dict[str, Any] = {name: FLAGS[name].value for name in FLAGS if FLAGS[name].present}
     changes = {name: value for name, value in given.items() if name in names}
+    if given.get("text"):
+        changes["texts"] = tuple(given["text"])
     if changes.get("quality_tokens") == "all":
         changes["quality_tokens"] = None
     axes = {name: given[name] for name in CACHE_AXES if name in given}

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvlab.models.config_json import decoded, encoded
+from kvlab.ops.retention import Retention
 from kvlab.ops.specs import CacheSpec, Paged, Recompute
 from kvlab.research.cache_axes import classes_named
+from kvlab.research.evaluation_texts import TextFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,17 @@ class Variant:
     def recomputes(self) -> bool:
         """Whether the variant has no cache."""
         return self._specs[0].placement == Recompute()
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a layer has a policy of retention."""
+        return bool(self.policies)
+
+    @property
+    def policies(self) -> tuple[Retention, ...]:
+        """The layers' policies of retention, each once."""
+        found = (spec.retention for spec in self._specs if spec.retention is not None)
+        return tuple(dict.fromkeys(found))
 
     @property
     def _specs(self) -> tuple[CacheSpec, ...]:
@@ -64,6 +77,10 @@ def _runs(values: str | tuple[str, ...]) -> str:
 class Sweep:
     """An ablation: every variant at every batch size, with speed, bytes and quality.
 
+    Quality is that of one prefill of each evaluation text. Where any variant evicts, that would see
+    no eviction, so then all variants are scored on windows of the texts: the first part of a window
+    goes through prefill, the rest is forced through decode, and only that counts.
+
     Args:
       name: of the experiment; rows carry it.
       question: what it asks, for the report.
@@ -75,6 +92,11 @@ class Sweep:
       recompute_decode_tokens: as many where every step computes the whole text.
       repeats: timed repetitions after the warm-up.
       quality_tokens: tokens of each evaluation text that are scored; None is all, 0 is none.
+      window_tokens: of a window, where windows are scored. Budgets below window_tokens -
+        forced_tokens evict at the end of the prompt already.
+      forced_tokens: of a window, forced through decode.
+      passkey_tokens: lengths of the texts that passkey retrieval is asked in; none by default.
+      texts: files to score instead of the project's English and Turkish texts.
       max_length: slots that a sequence may grow to; contiguous placement reserves them all.
       chunk: tokens of a row of one prefill call.
       seed: picks the timed prompts.
@@ -94,6 +116,10 @@ class Sweep:
     recompute_decode_tokens: int = 1
     repeats: int = 3
     quality_tokens: int | None = 1024
+    window_tokens: int = 640
+    forced_tokens: int = 128
+    passkey_tokens: tuple[int, ...] = ()
+    texts: tuple[TextFile, ...] = ()
     max_length: int = 1024
     chunk: int = 32
     seed: int = 0
@@ -104,7 +130,7 @@ class Sweep:
         if not self.variants or not self.batch_sizes:
             raise ValueError("a sweep needs at least one variant and one batch size")
         sizes = ("prompt_tokens", "decode_tokens", "recompute_decode_tokens", "repeats", "chunk")
-        for name in sizes:
+        for name in (*sizes, "forced_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} given; it must be 1 or more")
         if min(self.batch_sizes) < 1:
@@ -121,6 +147,29 @@ class Sweep:
                 f"prompt_tokens={self.prompt_tokens} and decode_tokens={self.decode_tokens} do not "
                 f"fit max_length={self.max_length}; raise max_length or lower them"
             )
+        self._check_forced()
+
+    def _check_forced(self) -> None:
+        """Validates the sizes of texts that go through decode."""
+        if self.forced_tokens >= self.window_tokens:
+            raise ValueError(
+                f"forced_tokens={self.forced_tokens} leaves no prompt in window_tokens="
+                f"{self.window_tokens}; lower it or raise window_tokens"
+            )
+        lengths = {"passkey_tokens": max(self.passkey_tokens, default=0)}
+        if self.scores_windows:
+            lengths["window_tokens"] = self.window_tokens
+        for name, length in lengths.items():
+            if length > self.max_length:
+                raise ValueError(
+                    f"{name}={length} does not fit max_length={self.max_length}; raise max_length "
+                    f"or lower {name}"
+                )
+
+    @property
+    def scores_windows(self) -> bool:
+        """Whether quality is scored on windows, by forced decode."""
+        return self.quality_tokens != 0 and any(variant.evicts for variant in self.variants)
 
     def to_json(self) -> dict[str, Any]:
         """The experiment as a manifest stores it."""
@@ -134,7 +183,8 @@ class Sweep:
           ValueError: not a sweep, or one of another version of kvlab.
         """
         try:
-            classes = {"Sweep": Sweep, "Variant": Variant} | classes_named(value)
+            own = {"Sweep": Sweep, "Variant": Variant, "TextFile": TextFile}
+            classes = own | classes_named(value)
             sweep = decoded(dict(value), classes)
         except TypeError as error:
             raise ValueError(f"the manifest's config is not a sweep: {error}") from error

@@ -20,7 +20,7 @@ WORKLOAD_KEYS = ("batch_size", "prompt_tokens")
 
 # Neither what is compared nor what a figure is drawn for: recompute decodes fewer steps, and
 # quality is asked for on one row of a variant only.
-_NEITHER = re.compile(r"decode_tokens|quality.*")
+_NEITHER = re.compile(r"decode_tokens|quality.*|window_tokens|forced_tokens|passkey_tokens")
 _ATTENTIONS = ("mha", "gqa", "mqa")
 _PLACEMENTS = ("recompute", "contiguous", "paged", "ring")
 _NAMED_FIRST = ("run", "model", "attention", "placement", "page_size")

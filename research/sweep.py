@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import importlib.resources
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,7 +11,6 @@ import numpy as np
 
 from kvlab.models.config import DecoderConfig
 from kvlab.models.load import Model
-from kvlab.ops.specs import CacheSpec, Recompute
 from kvlab.research.cache import CacheUse
 from kvlab.research.compilation import Compilations
 from kvlab.research.experiment import Sweep, Variant
@@ -21,11 +18,9 @@ from kvlab.research.inference import InferenceConfig, Params
 from kvlab.research.programs import compile_programs
 from kvlab.research.progress import progress
 from kvlab.research.results import Row, RunFolder, make_row, timestamp
-from kvlab.research.scoring import Quality, compare
 from kvlab.research.session import Session
+from kvlab.research.sweep_quality import SweepQuality
 from kvlab.research.variants import apply_attention, kv_heads
-
-TEXTS = {"en": "english.txt", "tr": "turkish.txt"}
 
 POOLING_NOTE = (
     "Why pooled heads are poor here: gqa and mqa variants with fewer KV heads than the model was "
@@ -54,9 +49,9 @@ def run_sweep(sweep: Sweep, model: Model, folder: RunFolder) -> list[Row]:
     """
     points = list(sweep_points(sweep))
     waiting = [point for point in points if folder.finished(point.settings, sweep.seed) is None]
-    runner = _Runner(sweep, model)
-    folder.describe(runner.notes())
     if waiting:
+        runner = _Runner(sweep, model)
+        folder.describe(runner.notes())
         done = len(points) - len(waiting)
         with progress(len(points), sweep.name, done=done) as report:
             for index, point in enumerate(waiting):
@@ -85,9 +80,12 @@ class Point:
 
 
 def point_label(settings: Mapping[str, Any]) -> str:
-    """A row's config in a few words; a storage is named where it is not float32."""
-    names = ("attention", "placement", "page_size", "storage")
-    parts = [str(settings[name]) for name in names if settings.get(name, "float32") != "float32"]
+    """A row's config in a few words, without what is the usual value of its axis."""
+    usual = {"attention": "", "placement": "", "page_size": "", "storage": "float32"}
+    usual |= {"retention": "all", "budget": ""}
+    parts = [
+        str(settings[name]) for name, value in usual.items() if settings.get(name, value) != value
+    ]
     return " ".join([*parts, f"batch {settings['batch_size']}"])
 
 
@@ -95,13 +93,13 @@ def sweep_points(sweep: Sweep) -> Iterator[Point]:
     """The points of a sweep, in the order they run.
 
     Quality does not depend on the batch size, so the largest one alone scores it: its prefill takes
-    the most rows of a text at once.
+    the most rows of a text at once, its decode the most windows.
     """
     largest = sweep.batch_sizes.index(max(sweep.batch_sizes))
     for variant in sweep.variants:
         steps = sweep.recompute_decode_tokens if variant.recomputes else sweep.decode_tokens
         for index, batch_size in enumerate(sweep.batch_sizes):
-            scores = index == largest and sweep.quality_tokens != 0
+            scores = index == largest and (sweep.quality_tokens != 0 or sweep.passkey_tokens)
             settings = {"model": sweep.model} | variant.settings()
             settings |= {
                 "batch_size": batch_size,
@@ -111,11 +109,24 @@ def sweep_points(sweep: Sweep) -> Iterator[Point]:
             if not variant.recomputes:
                 settings |= {"max_length": sweep.max_length, "chunk": sweep.chunk}
             if scores:
-                all_or_some = "all" if sweep.quality_tokens is None else sweep.quality_tokens
-                settings["quality_tokens"] = all_or_some
+                settings |= _quality_settings(sweep)
             if sweep.implementation is not None:
                 settings["implementation"] = sweep.implementation
-            yield Point(variant, batch_size, steps, scores, settings)
+            yield Point(variant, batch_size, steps, bool(scores), settings)
+
+
+def _quality_settings(sweep: Sweep) -> dict[str, Any]:
+    """What a row's config says of how its quality was scored."""
+    settings: dict[str, Any] = {}
+    if sweep.quality_tokens != 0:
+        settings["quality_tokens"] = sweep.quality_tokens or "all"
+        if sweep.texts:
+            settings["quality_texts"] = {file.name: file.sha256 for file in sweep.texts}
+    if sweep.scores_windows:
+        settings |= {"window_tokens": sweep.window_tokens, "forced_tokens": sweep.forced_tokens}
+    if sweep.passkey_tokens:
+        settings["passkey_tokens"] = list(sweep.passkey_tokens)
+    return settings
 
 
 def _run_point(sweep: Sweep, runner: "_Runner", point: Point, upcoming: Sequence[Point]) -> Row:
@@ -141,15 +152,13 @@ def _run_point(sweep: Sweep, runner: "_Runner", point: Point, upcoming: Sequence
 
 
 class _Runner:
-    """What the points of one sweep share: the model, its texts, the oracle's hidden states."""
+    """What the points of one sweep share: the model, what scores quality, compiled programs."""
 
     def __init__(self, sweep: Sweep, model: Model) -> None:
         self._sweep = sweep
         self._model = model
         self._converted: tuple[str | tuple[str, ...], DecoderConfig, Params] | None = None
-        self._texts = self._encoded_texts()
-        self._recomputed: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
-        self._scores: dict[tuple[str, bytes], Quality] = {}
+        self._quality = SweepQuality(sweep, model)
         self._compiling = ThreadPoolExecutor(1)
         self._compiled: dict[Point, Future[Compilations]] = {}
 
@@ -158,9 +167,7 @@ class _Runner:
         notes = []
         if any(self._pools_heads(variant.attention) for variant in self._sweep.variants):
             notes.append(POOLING_NOTE)
-        if self._sweep.quality_tokens != 0 and self._model.tokenizer is None:
-            notes.append("Quality was not scored: the model has no tokenizer to encode texts with.")
-        return notes
+        return notes + self._quality.notes()
 
     def _pools_heads(self, attention: str | tuple[str, ...]) -> bool:
         """Whether a layer gets fewer KV heads than the model was trained with."""
@@ -182,9 +189,9 @@ class _Runner:
         config, params = self._with_attention(point.variant.attention)
         session = Session(params, self._inference_config(config, point))
         prompts = self._prompts(point.batch_size)
-        if point.scores_quality and self._texts:
+        if point.scores_quality:
             with self._compiling_ahead(upcoming):
-                metrics |= self._quality(point, session, config, params)
+                metrics |= self._quality.metrics(point.variant, session, config, params)
         # A program's first call is slower than the rest, so it is none of the timed ones.
         if not session.lengths.any():
             session.prefill(prompts[:1])
@@ -246,95 +253,17 @@ class _Runner:
             implementation=sweep.implementation,
         )
 
-    def _encoded_texts(self) -> dict[str, np.ndarray]:
-        """Token ids of the evaluation texts, by language."""
-        tokenizer = self._model.tokenizer
-        if tokenizer is None or self._sweep.quality_tokens == 0:
-            return {}
-        folder = importlib.resources.files("kvlab.research") / "texts"
-        context = self._model.config.max_length
-        texts = {}
-        for language, name in TEXTS.items():
-            text = (folder / name).read_text("utf-8")
-            ids = tokenizer.encode(text, add_bos=tokenizer.adds_bos)
-            limit = min(self._sweep.quality_tokens or len(ids), context)
-            texts[language] = np.asarray(ids[:limit], np.int32)
-        return texts
-
     def _prompts(self, batch_size: int) -> list[np.ndarray]:
-        """Timed prompts: pieces of the English text, or random ids without a tokenizer."""
+        """Timed prompts: pieces of the first text, or random ids where none is scored."""
         generator = np.random.default_rng(self._sweep.seed)
         length = self._sweep.prompt_tokens
-        text = self._texts.get("en")
+        text = next(iter(self._quality.texts.values()), None)
         if text is None or len(text) < length:
             vocab_size = self._model.config.vocab_size
             shape = (batch_size, length)
             return list(generator.integers(0, vocab_size, shape).astype(np.int32))
         starts = generator.integers(0, len(text) - length + 1, batch_size)
         return [text[start : start + length] for start in starts]
-
-    def _quality(
-        self, point: Point, session: Session, config: DecoderConfig, params: Params
-    ) -> dict[str, float]:
-        """Perplexity, KL and agreement on each text, and over both."""
-        metrics: dict[str, float] = {}
-        scores: list[Quality] = []
-        model = self._model
-        for language, tokens in self._texts.items():
-            oracle = self._recompute("oracle", model.config, model.params, tokens)
-            if point.variant.recomputes:
-                hidden = self._recompute(str(point.variant.attention), config, params, tokens)
-            else:
-                session = _fitting(session, len(tokens))
-                hidden = session.prefill({0: tokens})[0]
-            # Lossless variants often give the very bits of another one.
-            key = (language, hashlib.sha256(hidden.tobytes()).digest())
-            if key not in self._scores:
-                self._scores[key] = compare(model.config, model.params, oracle, hidden, tokens)
-            score = self._scores[key]
-            scores.append(score)
-            metrics[f"perplexity_{language}"] = score.perplexity
-            metrics[f"kl_vs_oracle_{language}"] = score.kl_vs_oracle
-            metrics[f"top1_agreement_{language}"] = score.top1_agreement
-        nll = np.concatenate([score.nll for score in scores])
-        positions = [len(score.kl) for score in scores]
-        metrics["perplexity"] = float(np.exp(nll.mean()))
-        for name in ("kl_vs_oracle", "top1_agreement"):
-            values = [getattr(score, name) for score in scores]
-            metrics[name] = float(np.average(values, weights=positions))
-        return metrics
-
-    def _recompute(
-        self, name: str, config: DecoderConfig, params: Params, tokens: np.ndarray
-    ) -> np.ndarray:
-        """Hidden states [T, D] of a text without a cache, kept for the variants that follow."""
-        if config == self._model.config:
-            name = "oracle"
-        key = (name, tuple(tokens.tolist()))
-        if key not in self._recomputed:
-            length = max(len(text) for text in self._texts.values())
-            session = Session(
-                params,
-                InferenceConfig(
-                    config,
-                    CacheSpec(Recompute()),
-                    slots=1,
-                    max_length=length,
-                    chunk=length,
-                    implementation=self._sweep.implementation,
-                ),
-            )
-            self._recomputed[key] = session.prefill({0: tokens.tolist()})[0]
-        return self._recomputed[key]
-
-
-def _fitting(session: Session, length: int) -> Session:
-    """The session, emptied, or one like it of one sequence that may grow to `length` tokens."""
-    if session.config.max_length >= length:
-        session.release()
-        return session
-    config = dataclasses.replace(session.config, slots=1, max_length=length)
-    return Session(session.params, config)
 
 
 def _timed(session: Session, prompts: Sequence[np.ndarray], decode_tokens: int) -> dict[str, float]:
