@@ -159,19 +159,22 @@ def recomputed_hidden(
         chunk=length,
         implementation=implementation,
     )
-    cache, logits = shapes.init_cache(), shapes.init_logits()
-    one = np.ones(1, np.int32)
     states = []
     for text in texts:
         tokens = np.zeros((1, length), np.int32)
         tokens[0, : len(text.tokens)] = text.tokens
-        counts = one * np.int32(len(text.tokens))
         # The base of dynamic NTK RoPE follows the prompt, in decode too.
-        prompt_lengths = one * np.int32(text.prompt_length)
-        cache, logits, _, hidden = inference.prefill(
-            params, shapes, cache, logits, tokens, counts, one - one, prompt_lengths
+        count, prompt_length = np.array([[len(text.tokens)], [text.prompt_length]], np.int32)
+        _, _, _, hidden = inference.prefill(
+            params,
+            shapes,
+            shapes.init_cache(),
+            shapes.init_logits(),
+            tokens,
+            count,
+            np.zeros(1, np.int32),
+            prompt_length,
         )
-        cache = inference.release(cache, one > 0)
         states.append(np.asarray(hidden)[0, : len(text.tokens)])
     return states
 
