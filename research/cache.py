@@ -55,6 +55,7 @@ class CacheUse:
     allocated_bytes: int  # of every array in the layers' caches
     bytes_per_token: float  # allocated, over the tokens that fit
     used_bytes: float  # of the token slots that hold a token; a shared one counts once
+    taken_bytes: float  # of the slots that sequences have taken: pages, or whole rows
     waste: float  # share of the slots that sequences have taken (pages, whole rows) and not filled
 
 
@@ -77,7 +78,7 @@ def cache_use(cache: Cache, specs: Sequence[CacheSpec]) -> CacheUse | None:
         taken_bytes += layer_bytes / slots * taken
         used_bytes += layer_bytes / slots * filled
     waste = 1.0 - used_bytes / taken_bytes if taken_bytes else 0.0
-    return CacheUse(allocated, per_token, used_bytes, waste)
+    return CacheUse(allocated, per_token, used_bytes, taken_bytes, waste)
 
 
 def _slots(table: Table, layer: LayerCache) -> tuple[int, float, int, int]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvlab.research.bar_chart import Bar, BarPanel, draw_bars, is_logarithmic
 from kvlab.research.chart_style import COLOURS
 from kvlab.research.grouping import Points, Variant, Workload, attention_rank, placement_rank
+from kvlab.research.memory_figures import memory_over_length, quality_by_policy
 from kvlab.research.scatter_chart import Mark, ScatterPanel, draw_scatter
 from kvlab.research.tables import (
     divergence,
@@ -55,9 +56,17 @@ def draw_figures(points: Points) -> list[Picture]:
         _bytes_per_token(points),
         _quality_against_cost(points, "perplexity"),
         _quality_against_cost(points, "kl_vs_oracle"),
+        _picture(
+            "quality_by_policy.png", "Quality by policy of retention", quality_by_policy(points)
+        ),
+        _picture("memory_over_length.png", "Memory over a text", memory_over_length(points)),
         _latency(points),
     ]
     return [picture for picture in drawn if picture is not None]
+
+
+def _picture(name: str, title: str, drawn: tuple[str, bytes] | None) -> Picture | None:
+    return None if drawn is None else Picture(name, title, *drawn)
 
 
 def attention_colours(points: Points) -> dict[str, str]:

@@ -7,7 +7,7 @@ what the model predicts after the forced tokens counts.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -185,6 +185,7 @@ def score_decoded(
     oracle: Sequence[np.ndarray],
     config: DecoderConfig,
     params: Params,
+    watch: Callable[[ForcedStep], None] | None = None,
 ) -> Quality:
     """Scores a variant by prefill and forced decode, step by step beside the oracle.
 
@@ -194,6 +195,7 @@ def score_decoded(
       oracle: the oracle's hidden states [T, D] of each text.
       config: the oracle's model.
       params: parameters that hold its head.
+      watch: told of each step before the next one runs.
 
     Returns:
       Quality over the forced tokens of all texts, text by text.
@@ -204,6 +206,8 @@ def score_decoded(
         for dtype in (np.float32, np.float32, bool)
     )
     for step in forced_steps(session, texts):
+        if watch is not None:
+            watch(step)
         hidden = np.zeros((slots, oracle[0].shape[1]), oracle[0].dtype)
         targets = np.zeros(slots, np.int32)
         for slot, number in step.texts.items():

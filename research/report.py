@@ -30,6 +30,11 @@ _GLOSSARY = {
         "steps",
         "how many tokens were decoded to measure a time; where a step costs much, there are fewer.",
     ),
+    "kv_bytes_window": (
+        "KV a sequence",
+        "the memory in pages (or whole rows) that a sequence had taken at the end of a scored "
+        "window, over all layers.",
+    ),
     "ttft_s": (
         "TTFT",
         "time to first token: from the start of the prompt to the first new token. It is the "

@@ -36,6 +36,7 @@ class Row(TypedDict):
     wall_s: float  # the whole point, compiling and warm-up included
     error: NotRequired[str]  # where status is "failed"
     non_finite: NotRequired[dict[str, str]]  # metric: "nan", "inf" or "-inf"
+    series: NotRequired[dict[str, list[list[float]]]]  # (x, y) pairs of what was traced
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -95,6 +96,7 @@ def make_row(
     started: str,
     wall_s: float,
     error: str | None = None,
+    series: Mapping[str, Sequence[Sequence[float]]] | None = None,
 ) -> Row:
     """Builds a row; an `error` makes it a failed one.
 
@@ -111,6 +113,7 @@ def make_row(
         started: when the point began, from `timestamp()`.
         wall_s: seconds that the point took.
         error: why the point failed.
+        series: curves that were traced, (x, y) pairs by name, all finite.
 
     Returns:
         The row, ready for `RunFolder.append`.
@@ -152,6 +155,11 @@ def make_row(
         row["error"] = error
     if non_finite:
         row["non_finite"] = non_finite
+    if series:
+        row["series"] = {
+            name: [[_number(name, value) for value in point] for point in points]
+            for name, points in series.items()
+        }
     return row
 
 

@@ -134,9 +134,10 @@ def _run_point(sweep: Sweep, runner: "_Runner", point: Point, upcoming: Sequence
     started, began = timestamp(), time.perf_counter()
     metrics: dict[str, float] = {}
     repeats: dict[str, list[float]] = {}
+    series: dict[str, list[tuple[float, float]]] = {}
     error = None
     try:
-        runner.measure(point, upcoming, metrics, repeats)
+        runner.measure(point, upcoming, metrics, repeats, series)
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"
     return make_row(
@@ -148,6 +149,7 @@ def _run_point(sweep: Sweep, runner: "_Runner", point: Point, upcoming: Sequence
         started=started,
         wall_s=time.perf_counter() - began,
         error=error,
+        series=series,
     )
 
 
@@ -183,6 +185,7 @@ class _Runner:
         upcoming: Sequence[Point],
         metrics: dict[str, float],
         repeats: dict[str, list[float]],
+        series: dict[str, list[tuple[float, float]]],
     ) -> None:
         """Fills in what was measured, as far as it got; `upcoming` points run after this one."""
         compiled = self._compile(point).result()
@@ -192,6 +195,8 @@ class _Runner:
         if point.scores_quality:
             with self._compiling_ahead(upcoming):
                 metrics |= self._quality.metrics(point.variant, session, config, params)
+            if self._quality.taken_bytes:
+                series["kv_bytes_taken"] = self._quality.taken_bytes
         # A program's first call is slower than the rest, so it is none of the timed ones.
         if not session.lengths.any():
             session.prefill(prompts[:1])

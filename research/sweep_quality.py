@@ -17,6 +17,7 @@ from kvlab.models.tokenizers import Tokenizer
 from kvlab.research.evaluation_texts import read_texts
 from kvlab.research.experiment import Sweep, Variant
 from kvlab.research.forced_scoring import (
+    ForcedStep,
     ForcedText,
     recomputed_hidden,
     score_decoded,
@@ -29,6 +30,7 @@ from kvlab.research.scoring import Quality, compare
 from kvlab.research.session import Session
 
 _MEANS = ("kl_vs_oracle", "top1_agreement")  # over positions
+_TRACE_EVERY = 8  # steps
 _FIGURES = ("perplexity", *_MEANS, "kl_vs_oracle_p99")
 
 
@@ -62,6 +64,7 @@ class SweepQuality:
                 self._passkeys[length] = passkey_texts(model.tokenizer, length)
         self._computed: dict[tuple[DecoderConfig, str | int], list[np.ndarray]] = {}
         self._scores: dict[tuple[str, bytes], Quality] = {}
+        self._taken: list[tuple[float, float]] = []
 
     def _encode_texts(self, tokenizer: Tokenizer) -> None:
         sweep, context = self._sweep, self._model.config.max_length
@@ -137,8 +140,11 @@ class SweepQuality:
           config: the variant's model.
           params: its parameters.
         """
-        texts = self._text_metrics(variant, session, config, params)
-        return texts | self._passkey_metrics(variant, session, config, params)
+        self._taken = []
+        metrics = self._text_metrics(variant, session, config, params)
+        if self._taken:
+            metrics["kv_bytes_window"] = self._taken[-1][1]
+        return metrics | self._passkey_metrics(variant, session, config, params)
 
     def _text_metrics(
         self, variant: Variant, session: Session, config: DecoderConfig, params: Params
@@ -196,7 +202,25 @@ class SweepQuality:
         if variant.recomputes:
             hidden = self._recomputed(config, params, name)
             return score_recomputed(hidden, texts, oracle, model.config, model.params)
-        return score_decoded(session, texts, oracle, model.config, model.params)
+        watch = None
+        if name == next(iter(self._groups)):
+            self._taken = []
+            watch = functools.partial(self._trace, session, texts)
+        return score_decoded(session, texts, oracle, model.config, model.params, watch)
+
+    def _trace(self, session: Session, texts: list[ForcedText], step: ForcedStep) -> None:
+        """Notes the bytes that a sequence has taken, now and then, while the first text is fed."""
+        last = step.index == self._sweep.forced_tokens - 1
+        if 0 in step.texts.values() and (last or step.index % _TRACE_EVERY == 0):
+            use = session.use()
+            assert use is not None
+            length = texts[0].prompt_length + step.index + 1
+            self._taken.append((length, use.taken_bytes / len(step.texts)))
+
+    @property
+    def taken_bytes(self) -> list[tuple[float, float]]:
+        """Tokens of text, and bytes a sequence has taken then, of the variant scored last."""
+        return list(self._taken)
 
     def _passkey_metrics(
         self, variant: Variant, session: Session, config: DecoderConfig, params: Params

@@ -104,6 +104,7 @@ METRICS = {
     "kv_bytes_per_token": Metric("KV B/token", whole),
     "kv_bytes_allocated": Metric("KV MiB", mebibytes),
     "kv_bytes_used": Metric("KV used MiB", mebibytes),
+    "kv_bytes_window": Metric("KV a sequence MiB", mebibytes),
     "kv_waste": Metric("KV waste %", percent),
     "max_concurrent_sequences": Metric("max sequences", whole),
     "perplexity": Metric("perplexity", significant),
@@ -124,8 +125,8 @@ QUALITY = (
 _WORKLOAD_HEADINGS = {"batch_size": "batch", "prompt_tokens": "prompt", "decode_tokens": "steps"}
 _MEMORY = frozenset(
     {
-        *("kv_bytes_per_token", "kv_bytes_allocated", "kv_bytes_used", "kv_waste"),
-        "max_concurrent_sequences",
+        *("kv_bytes_per_token", "kv_bytes_allocated", "kv_bytes_used", "kv_bytes_window"),
+        *("kv_waste", "max_concurrent_sequences"),
     }
 )
 _NOT_IN_BRIEF = frozenset(
