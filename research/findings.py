@@ -19,6 +19,7 @@ from kvlab.research.tables import language_name, quality_metrics, quality_parts,
 
 # Lossless variants differ from the oracle by rounding alone; this is far above that, and far
 # below what any change of the model costs.
+_LOSSY_AXES = ("attention", "storage", "retention")
 _LOSSLESS_KL_NATS = 1e-5
 
 _DISTANCES = {"perplexity": "perplexity", "kl_vs_oracle": "KL"}
@@ -172,12 +173,13 @@ def _quality(points: Points) -> list[str]:
             f"{combined_label(list(exact))} {gives} the oracle's predictions up to rounding (KL at "
             f"most {bound} nats): {change} the cost and not the output."
         )
-    by_attention: dict[str, list[Variant]] = {}
+    axis = next((name for name in _LOSSY_AXES if name in points.varying), _LOSSY_AXES[0])
+    lossy: dict[str, list[Variant]] = {}
     for variant in worst:
         if variant not in exact:
-            name = str(variant.settings.get("attention", variant.label))
-            by_attention.setdefault(name, []).append(variant)
-    for name, variants in by_attention.items():
+            name = str(variant.settings.get(axis, variant.label))
+            lossy.setdefault(name, []).append(variant)
+    for name, variants in lossy.items():
         sentences += _distance(points, name, variants, exact)
     return sentences
 
@@ -185,7 +187,7 @@ def _quality(points: Points) -> list[str]:
 def _distance(
     points: Points, name: str, variants: Sequence[Variant], exact: Mapping[Variant, float]
 ) -> list[str]:
-    """Says how far lossy variants of one attention are, by the worst of them."""
+    """Says how far lossy variants of one name are, by the worst of them."""
     parts: dict[str, list[str]] = {"perplexity": [], "KL": []}
     for metric in quality_metrics(points):
         base, language = quality_parts(metric)
