@@ -93,6 +93,15 @@ _PLACEMENTS = {
     "paged": "memory in pages of a few tokens, handed out as a sequence grows.",
     "ring": "only the last tokens of a sliding window are kept.",
 }
+_NAMED_AXES = ("placement", "storage", "retention")
+_RETENTIONS = {
+    "window": "only the newest tokens are kept.",
+    "sinks": "the first tokens, which attention leans on, and the newest are kept (StreamingLLM).",
+    "h2o": "the tokens that received most attention so far, and the newest, are kept.",
+    "snapkv": "the tokens that the end of the prompt attends to are kept.",
+    "random": "tokens are kept by lot: the control that a policy has to beat.",
+    "kivi4": "keys in 4 bits by channel, values by token, the newest tokens in full (KIVI).",
+}
 _ATTENTIONS = {
     "mha": "multi-head attention: every query head has its own keys and values.",
     "gqa": "grouped-query attention: groups of query heads share keys and values.",
@@ -246,9 +255,10 @@ def _terms(points: Points) -> dict[str, str]:
     bases = {quality_parts(name)[0] or name for name in metrics}
     settings = [variant.settings for variant in points.variants]
     used = {str(it.get("attention", "")).partition(":")[0] for it in settings}
-    used |= {str(it.get("placement", "")) for it in settings}
+    used |= {str(it.get(axis, "")).partition(":")[0] for it in settings for axis in _NAMED_AXES}
+    named = {**_ATTENTIONS, **_PLACEMENTS, **_RETENTIONS}
     return {
-        **{name: text for name, text in {**_ATTENTIONS, **_PLACEMENTS}.items() if name in used},
+        **{name: text for name, text in named.items() if name in used},
         **{
             term: text
             for name, (term, text) in _GLOSSARY.items()

@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from kvlab.research import bar_chart, figures, memory_figures, scatter_chart
+from kvlab.research import bar_chart, figures, scatter_chart
 from kvlab.research.bar_chart import Bar, BarPanel, draw_bars, is_logarithmic
 from kvlab.research.figures import attention_colours, draw_figures
 from kvlab.research.grouping import Points, combined_label
@@ -345,72 +345,3 @@ class TestGrouping:
         many = attention_colours(Points([*sweep_rows(), row("gqa:4", "paged")]))
         assert few["mqa"] == many["mqa"]
         assert len(set(many.values())) == 4
-
-
-class TestMemory:
-    """Figures of rows whose quality was scored on windows."""
-
-    def rows(self):
-        budgets = {"all": [None], "window": [64, 128], "sinks": [64, 128], "h2o": [64]}
-        for retention, sizes in budgets.items():
-            for budget in sizes:
-                kept = 256 if budget is None else budget
-                settings = {"retention": retention} | ({} if budget is None else {"budget": budget})
-                taken = [[200 + 8 * step, 1000.0 * kept] for step in range(5)]
-                if budget is None:
-                    taken = [[x, y + 8000 * step] for step, (x, y) in enumerate(taken)]
-                metrics = {
-                    "perplexity_en": 20 + 300 / kept,
-                    "perplexity": 21 + 300 / kept,
-                    "kv_bytes_window": taken[-1][1],
-                    "passkey_accuracy_512": kept / 256,
-                }
-                config = {"attention": "gqa", "placement": "paged", "batch_size": 8, **settings}
-                yield make_row(
-                    "sweep",
-                    config,
-                    0,
-                    metrics=metrics,
-                    started=STARTED,
-                    wall_s=1,
-                    series={"kv_bytes_taken": taken},
-                )
-
-    @pytest.fixture
-    def lines(self, monkeypatch):
-        asked = []
-        monkeypatch.setattr(memory_figures, "draw_lines", asked.append)
-        return asked
-
-    def test_a_curve_is_a_policy_and_a_mark_a_budget(self, lines):
-        memory_figures.quality_by_policy(Points(list(self.rows())))
-        ((english, passkey),) = lines
-        assert (english.title, passkey.title) == ("English text", "Passkey retrieval, 512 tokens")
-        curves = {line.label: line for line in english.lines}
-        assert list(curves) == ["all", "window", "sinks", "h2o"]
-        assert curves["all"].level
-        assert not curves["window"].level
-        mib = 2**20
-        assert curves["window"].points == (
-            (64e3 / mib, 20 + 300 / 64),
-            (128e3 / mib, 20 + 300 / 128),
-        )
-        assert passkey.y_label == "share of keys found"
-
-    def test_variants_that_take_the_same_share_a_curve(self, lines):
-        memory_figures.memory_over_length(Points(list(self.rows())))
-        (((panel,)),) = lines
-        labels = [line.label for line in panel.lines]
-        assert labels[0] == "all"
-        assert len(labels) == 3
-        assert "window" in labels[1]
-        assert "sinks" in labels[1]
-        assert panel.lines[0].points[1] == (208, 264e3 / 2**20)
-
-    def test_they_are_drawn_where_something_evicts_and_only_there(self):
-        names = [picture.name for picture in draw_figures(Points(list(self.rows())))]
-        assert {"quality_by_policy.png", "memory_over_length.png"} <= set(names)
-        for picture in draw_figures(Points(list(self.rows()))):
-            assert picture.png.startswith(b"\x89PNG")
-        without = {picture.name for picture in draw_figures(Points(sweep_rows()))}
-        assert not {"quality_by_policy.png", "memory_over_length.png"} & without
