@@ -1,11 +1,11 @@
 """Which tokens of a long text are worth keeping?
 
-Question: with room for 128 or 256 tokens of a text of 640, which policy keeps the ones that later
-  predictions need? Windows of both texts: 512 tokens are prefilled, retention is applied, and 128 are
-  forced through decode; only predictions after those count.
-Source: StreamingLLM (arXiv 2309.17453), table 1: a window alone 5,158, four sinks and a window 5.40,
-  perplexity of Llama-2-13B on PG19. H2O (arXiv 2306.14048), SnapKV (arXiv 2404.14469), AdaKV (arXiv
-  2407.11550).
+Question: with room for 128 or 256 tokens of a text of 640, which policy keeps those that later
+  predictions need? Windows of both texts: 512 tokens are prefilled, retention is applied, and 128
+  are forced through decode; only predictions after those count.
+Source: StreamingLLM (arXiv 2309.17453), table 1: perplexity of Llama-2-13B on PG19 is 5,158 with a
+  window alone, 5.40 with four sinks and a window. H2O (arXiv 2306.14048), SnapKV (arXiv
+  2404.14469), AdaKV (arXiv 2407.11550).
 Expected: window alone far worse than sinks and window; h2o better than random, its control, at the
   same budget; snapkv better than window at passkey retrieval; every curve reaches the full cache as
   its budget grows.

@@ -1,8 +1,8 @@
 """How many bits do keys and values need?
 
-Question: what does a cache cost in quality at 16, 8 and 4 bits, and does KIVI's arrangement (keys by
-  channel, values by token, the newest tokens in full precision) mend what 4 bits a token and head
-  break?
+Question: what does a cache cost in quality at 16, 8 and 4 bits, and does KIVI's arrangement (keys
+  by channel, values by token, the newest tokens in full precision) mend what 4 bits for each token
+  and head break?
 Source: KIVI (arXiv 2402.02750), section 3: keys have channels of large magnitude, values do not, so
   keys want a scale for each channel.
 Expected: bfloat16 and int8 are free (int8 within 0.3 % of perplexity, KL below 2e-3), int4 for each
