@@ -197,3 +197,31 @@ def test_a_policy_from_outside_runs_as_the_others_do(tiny, tmp_path, monkeypatch
     # A token at an odd place is worth nothing, and is the next to go.
     assert sorted(held.tolist()) == [*range(26, 60, 2), 60, 62, 63][-BUDGET:]
     assert jnp.array_equal(jnp.asarray(lengths(session))[0, :1], jnp.array([BUDGET]))
+
+
+def test_a_text_streams_past_the_trained_context(tiny):
+    """Positions of the cache keep every key near, so a text may grow beyond the context of 151."""
+    streaming = Sinks(BUDGET, num_sinks=3, positions="cache")
+    session = tiny.session("gqa", spec_of(streaming), max_length=400, num_pages=30)
+    session.prefill({1: tiny.prompt(60)})
+    result = session.decode({1: 300})[1]
+    assert len(result.tokens) == 300
+    assert session.lengths[1] == 360
+    assert lengths(session)[0, 1] == BUDGET
+    assert np.isfinite(np.asarray(session.logits)[1]).all()
+    with pytest.raises(ValueError, match="160 tokens, past the model's context of 151"):
+        session.prefill({0: tiny.prompt(160)})
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "told"),
+    [
+        ("gqa", Sinks(BUDGET), "past the model's context of 151 .* positions=cache"),
+        ("gqa", Sinks(BUDGET, "prefill", positions="cache"), "past the model's context"),
+        ("mixed", Sinks(BUDGET, positions="cache"), "dynamic NTK; use positions=text"),
+        ("learned", Sinks(BUDGET, positions="cache"), "learned positions; use positions=text"),
+    ],
+)
+def test_what_cannot_stream_says_why(name, policy, told, tiny):
+    with pytest.raises(ValueError, match=told):
+        tiny.config(name, spec_of(policy), max_length=400)
