@@ -6,6 +6,7 @@ ever shared: an evicting row writes into any of its pages.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +161,76 @@ class EvictingTable:
     def _of_sequences(self, granted: jax.Array) -> jax.Array:
         """Whether all rows of each sequence were granted, [B] bool."""
         return jnp.all(granted.reshape(-1, self.heads), axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedTable:
+    """Tables of layers that each map their own tokens, as one: every operation runs on all of them.
+
+    A model of 30 layers would otherwise compile every operation 30 times over.
+
+    Attributes:
+      tables: an `EvictingTable` whose arrays have a leading axis of layers.
+    """
+
+    __no_type_check__ = True  # as in PageTable
+
+    tables: EvictingTable
+
+    @classmethod
+    def init(cls, table: EvictingTable, num_layers: int) -> "StackedTable":
+        """As many empty tables like this one."""
+        return cls(jax.tree.map(lambda array: jnp.stack([array] * num_layers), table))
+
+    @property
+    def num_layers(self) -> int:
+        """Tables that are stacked."""
+        return self.tables.limits.shape[0]
+
+    def layer(self, place: int) -> EvictingTable:
+        """The table of one layer."""
+        return jax.tree.map(lambda array: array[place], self.tables)
+
+    def reserve(
+        self, wanted: jax.Array, max_tokens: int | None = None
+    ) -> tuple["StackedTable", jax.Array]:
+        """See `EvictingTable.reserve`; ok where every layer has room."""
+        return self._granted(lambda table: table.reserve(wanted, max_tokens))
+
+    def reserve_next(self, mask: jax.Array) -> tuple["StackedTable", jax.Array]:
+        """See `EvictingTable.reserve_next`; ok where every layer has room."""
+        return self._granted(lambda table: table.reserve_next(mask))
+
+    def _granted(
+        self, reserve: Callable[[EvictingTable], tuple[EvictingTable, jax.Array]]
+    ) -> tuple["StackedTable", jax.Array]:
+        tables, ok = jax.vmap(reserve)(self.tables)
+        return StackedTable(tables), jnp.all(ok, axis=0)
+
+    def shrink(self, lengths: jax.Array, limits: jax.Array) -> "StackedTable":
+        """See `EvictingTable.shrink`, both [layers, rows]."""
+        return StackedTable(jax.vmap(EvictingTable.shrink)(self.tables, lengths, limits))
+
+    def release(self, mask: jax.Array) -> "StackedTable":
+        """See `EvictingTable.release`."""
+        return StackedTable(jax.vmap(lambda table: table.release(mask))(self.tables))
+
+    def rows(self, slots: jax.Array, later: jax.Array) -> "StackedTable":
+        """See `EvictingTable.rows`."""
+        return StackedTable(jax.vmap(lambda table: table.rows(slots, later))(self.tables))
+
+    def fork(
+        self, source: jax.Array, target: jax.Array
+    ) -> tuple["StackedTable", CopyPlan | None, jax.Array]:
+        """See `EvictingTable.fork`; the plan has a leading axis of layers."""
+        tables, plan, ok = jax.vmap(lambda table: table.fork(source, target))(self.tables)
+        return StackedTable(tables), plan, jnp.all(ok)
+
+    def reorder(self, parents: jax.Array) -> tuple["StackedTable", CopyPlan | None, jax.Array]:
+        """See `EvictingTable.reorder`; the plan has a leading axis of layers."""
+        tables, plan, ok = jax.vmap(lambda table: table.reorder(parents))(self.tables)
+        return StackedTable(tables), plan, jnp.all(ok)
 
 
 def rows_of(sequences: jax.Array, heads: int) -> jax.Array:

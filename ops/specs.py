@@ -155,6 +155,8 @@ class CacheSpec:
       retention: which tokens stay (`kvlab.ops.retention`); None is all of them.
       table: index of the table (`Cache.tables`) that maps this layer's tokens; `assign_tables`
         sets it. Layers with the same mapping share a table.
+      place: of this layer in a table of layers that each map their own tokens, else None;
+        `assign_tables` sets it.
 
     Raises:
       ValueError: an unknown storage, or an impossible combination; the message names both fields
@@ -165,6 +167,7 @@ class CacheSpec:
     storage: "str | Kivi4" = "float32"
     retention: "Retention | None" = None
     table: int = 0
+    place: int | None = None
 
     def __post_init__(self) -> None:
         """Validates the combination."""
@@ -217,14 +220,15 @@ def assign_tables(
     """Gives layers with the same mapping one shared table.
 
     Layers map alike where they have the same placement and hold the same number of tokens of
-    every sequence: a policy whose heads share a budget makes that differ from layer to layer.
+    every sequence. A policy whose heads share a budget makes that differ from layer to layer: such
+    layers have places in one stacked table.
 
     Args:
       specs: one spec per layer.
       kv_heads: K of each layer; needed where KV heads choose their tokens.
 
     Returns:
-      The same specs with `table` set; tables are numbered by first use.
+      The same specs with `table` and `place` set; tables are numbered by first use.
 
     Raises:
       ValueError: `recompute` beside another placement: a layer without a cache needs the whole
@@ -238,17 +242,22 @@ def assign_tables(
             f"a cache needs the whole text at every step; use {other} or recompute on every layer"
         )
 
-    def mapping(layer: int, spec: CacheSpec) -> Hashable:
+    def mapping(layer: int, spec: CacheSpec) -> tuple[Hashable, ...]:
         policy = spec.retention
         if policy is None:  # a ring counts the tokens of a row, as contiguous does
-            return Contiguous() if isinstance(spec.placement, Ring) else spec.placement
+            return (Contiguous() if isinstance(spec.placement, Ring) else spec.placement,)
         heads = kv_heads[layer] if policy.by_head and kv_heads is not None else 1
-        own = layer if policy.shared_safeguard is not None else None
-        return spec.placement, heads, policy.budget, policy.when, own
+        return spec.placement, heads, policy.budget, policy.when, _stacks(spec)
 
     mappings = [mapping(layer, spec) for layer, spec in enumerate(specs)]
     tables = list(dict.fromkeys(mappings))
-    return tuple(
-        dataclasses.replace(spec, table=tables.index(key))
-        for spec, key in zip(specs, mappings, strict=True)
-    )
+    assigned = []
+    for layer, (spec, key) in enumerate(zip(specs, mappings, strict=True)):
+        place = mappings[:layer].count(key) if _stacks(spec) else None
+        assigned.append(dataclasses.replace(spec, table=tables.index(key), place=place))
+    return tuple(assigned)
+
+
+def _stacks(spec: CacheSpec) -> bool:
+    """Whether a layer maps its own tokens."""
+    return spec.retention is not None and spec.retention.shared_safeguard is not None

@@ -14,7 +14,7 @@ from kvlab.ops.caches.kivi import KiviCache
 from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import LayerCache, Table
 from kvlab.ops.caches.recompute import RecomputeCache
-from kvlab.ops.evicting_table import EvictingTable
+from kvlab.ops.evicting_table import EvictingTable, StackedTable
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.row_table import RowTable
 from kvlab.ops.specs import CacheSpec, Kivi4, Paged, Recompute, Ring
@@ -29,7 +29,7 @@ class Cache:
     pytree may hold a buffer once.
     """
 
-    tables: tuple[Table, ...]
+    tables: tuple[Table | StackedTable, ...]
     layers: tuple[LayerCache, ...]
     positions: jax.Array  # i32[B]: place in the text of each sequence's next token
     prompt_lengths: jax.Array  # i32[B]: the base of dynamic NTK, known at admission and kept
@@ -43,9 +43,30 @@ class Cache:
             positions=jnp.where(mask, 0, self.positions),
         )
 
+    def all_tables(self) -> list[Table]:
+        """Every table, stacked ones one by one."""
+        return [
+            single
+            for table in self.tables
+            for single in (
+                map(table.layer, range(table.num_layers))
+                if isinstance(table, StackedTable)
+                else (table,)
+            )
+        ]
+
     def nbytes(self) -> int:
         """Bytes of every array in the layers' caches."""
         return sum(layer.nbytes() for layer in self.layers)
+
+
+def layer_table(tables: Sequence[Table | StackedTable], spec: CacheSpec) -> Table:
+    """The table of a layer, by its assigned spec."""
+    table = tables[spec.table]
+    if isinstance(table, StackedTable):
+        assert spec.place is not None
+        return table.layer(spec.place)
+    return table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +91,7 @@ def cache_use(cache: Cache, specs: Sequence[CacheSpec]) -> CacheUse | None:
         return None
     allocated, per_token, taken_bytes, used_bytes = 0, 0.0, 0.0, 0.0
     for layer, spec in zip(cache.layers, specs, strict=True):
-        table = cache.tables[spec.table]
+        table = layer_table(cache.tables, spec)
         slots, capacity, taken, filled = _slots(table, layer)
         layer_bytes = layer.nbytes()
         allocated += layer_bytes
@@ -141,10 +162,16 @@ def init_cache(
         choose their tokens a page holds one head's, and a pool has K times as many.
     """
     sizes = _Sizes(model, slots, max_length, chunk, num_pages)
-    tables: dict[int, Table] = {}
+    tables: dict[int, Table | StackedTable] = {}
     for spec, num_kv_heads in zip(specs, model.kv_heads, strict=True):
         if spec.table not in tables:
-            tables[spec.table] = sizes.table(spec, num_kv_heads)
+            table = sizes.table(spec, num_kv_heads)
+            if spec.place is not None:
+                assert isinstance(table, EvictingTable)
+                stacked = sum(other.table == spec.table for other in specs)
+                tables[spec.table] = StackedTable.init(table, stacked)
+            else:
+                tables[spec.table] = table
     recomputes = isinstance(specs[0].placement, Recompute)
     return Cache(
         tables=tuple(tables[index] for index in sorted(tables)),

@@ -22,13 +22,14 @@ import jax.numpy as jnp
 from kvlab.models.config import DecoderConfig
 from kvlab.models.decoder import Decoder
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
-from kvlab.ops.evicting_table import EvictingTable
+from kvlab.ops.evicting_table import EvictingTable, StackedTable
 from kvlab.ops.sampling import SamplingParams, sample, token_log_prob
-from kvlab.research.cache import Cache
+from kvlab.research.cache import Cache, layer_table
 from kvlab.research.inference_config import InferenceConfig
 
 Params = Any  # the parameter tree at the top of kvlab.models.decoder
 MAX_STOP_IDS = 8
+AnyTable = Table | StackedTable
 
 
 @jax.tree_util.register_dataclass
@@ -189,18 +190,18 @@ def _reserve(
         fits &= wanted <= max_tokens
     wanted = jnp.where(fits, wanted, 0)
 
-    def reserved(table: Table, wanted: jax.Array) -> tuple[Table, jax.Array]:
-        if max_tokens is None and isinstance(table, EvictingTable):
+    def reserved(table: AnyTable, wanted: jax.Array) -> tuple[AnyTable, jax.Array]:
+        if max_tokens is None and isinstance(table, EvictingTable | StackedTable):
             return table.reserve_next(wanted > 0)
         return table.reserve(wanted, max_tokens or 1)
 
-    def attempt(wanted: jax.Array) -> tuple[tuple[Table, ...], jax.Array]:
+    def attempt(wanted: jax.Array) -> tuple[tuple[AnyTable, ...], jax.Array]:
         results = [reserved(table, wanted) for table in cache.tables]
         granted = functools.reduce(jnp.logical_and, [ok for _, ok in results])
         return tuple(table for table, _ in results), granted
 
     tables, granted = attempt(wanted)
-    if len(cache.tables) > 1:
+    if len(cache.tables) > 1 or isinstance(cache.tables[0], StackedTable):
         tables, _ = attempt(jnp.where(granted, wanted, 0))
     return granted & fits, dataclasses.replace(cache, tables=tables)
 
@@ -214,11 +215,11 @@ def _forward(
         lengths = lengths.at[step.slots].get(mode="fill", fill_value=0)
     if cache.texts is not None:
         return _recompute(params, config, cache, tokens, step, lengths)
-    views = list(cache.tables)
+    views: list[AnyTable] = list(cache.tables)
     if step.slots is not None:
         assert step.later is not None
         views = [table.rows(step.slots, step.later) for table in cache.tables]
-    tables = [views[spec.table] for spec in config.layer_specs]
+    tables = [layer_table(views, spec) for spec in config.layer_specs]
     hidden, layers = _apply(params, config, tokens, step, cache.layers, tables, lengths)
     return hidden, dataclasses.replace(cache, layers=layers)
 
@@ -243,7 +244,7 @@ def _recompute(
     positions = jnp.broadcast_to(places, whole.shape)
     valid = places < lengths[:, None]
     text_step = Step(positions, valid, valid, step.slots)
-    tables = [cache.tables[0]] * len(cache.layers)
+    tables = [layer_table(cache.tables, spec) for spec in config.layer_specs]
     hidden, layers = _apply(params, config, whole, text_step, cache.layers, tables, prompt_lengths)
     hidden = jnp.take_along_axis(hidden, step.positions[:, :, None], axis=1)
     return hidden, dataclasses.replace(cache, layers=layers, texts=texts)

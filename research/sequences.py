@@ -5,6 +5,7 @@ Axes: B sequences (slots), V vocabulary.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,10 +13,10 @@ import jax.numpy as jnp
 
 from kvlab.ops.caches.evicting import EvictingCache
 from kvlab.ops.caches.protocol import LayerCache, Table
-from kvlab.ops.evicting_table import EvictingTable
+from kvlab.ops.evicting_table import EvictingTable, StackedTable
 from kvlab.ops.page_table import CopyPlan, PageTable
 from kvlab.ops.row_table import RowTable
-from kvlab.research.cache import Cache
+from kvlab.research.cache import Cache, layer_table
 from kvlab.research.inference_config import InferenceConfig
 
 
@@ -90,7 +91,7 @@ def _remapped(
     config: InferenceConfig,
     cache: Cache,
     logits: jax.Array,
-    remapped: Sequence[tuple[Table, CopyPlan | None, jax.Array]],
+    remapped: Sequence[tuple[Table | StackedTable, CopyPlan | None, jax.Array]],
     follow: Callable[[LayerCache, jax.Array], LayerCache],
     moved: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[Cache, jax.Array, jax.Array]:
@@ -114,6 +115,8 @@ def _remapped(
     for layer, spec in zip(cache.layers, config.layer_specs, strict=True):
         (_, plan, _), copied = remapped[spec.table], layer
         if plan is not None:
+            if spec.place is not None:
+                plan = jax.tree.map(operator.itemgetter(spec.place), plan)
             nowhere = jnp.iinfo(jnp.int32).max
             copied = layer.copy(plan.source_slots, jnp.where(ok, plan.target_slots, nowhere))
         layers.append(follow(copied, ok))
@@ -128,8 +131,10 @@ def _remapped(
 
 
 def _with_copies(
-    remapped: PageTable | RowTable | tuple[EvictingTable, CopyPlan | None, jax.Array],
-) -> tuple[Table, CopyPlan | None, jax.Array]:
+    remapped: PageTable
+    | RowTable
+    | tuple[EvictingTable | StackedTable, CopyPlan | None, jax.Array],
+) -> tuple[Table | StackedTable, CopyPlan | None, jax.Array]:
     """A forked or reordered table, whose partial pages are made writable, and what that takes."""
     if isinstance(remapped, tuple):
         return remapped
@@ -161,25 +166,32 @@ def evict(config: InferenceConfig, cache: Cache, mask: jax.Array) -> Cache:
       The cache.
     """
     tables, layers = list(cache.tables), list(cache.layers)
-    windows = config.decoder.layer_windows
-    for number, table in enumerate(cache.tables):
-        if not isinstance(table, EvictingTable):
+    lengths: list[list[jax.Array]] = [[] for _ in tables]  # new ones, by table and layer
+    limits: list[list[jax.Array]] = [[] for _ in tables]
+    for index, spec in enumerate(config.layer_specs):
+        policy, layer = spec.retention, layers[index]
+        if policy is None:
             continue
-        rows, counts, limits = table.of_rows(mask), table.lengths, table.limits
-        for index, spec in enumerate(config.layer_specs):
-            policy, layer = spec.retention, layers[index]
-            if spec.table != number or policy is None:
-                continue
-            assert isinstance(layer, EvictingCache)
-            budget = table.of_rows(policy.limits(cache.prompt_lengths))
-            if policy.when == "decode":
-                limits = jnp.where(rows, jnp.maximum(budget, table.lengths), table.limits)
-                continue
-            options = config.model.attention_options(windows[index], config.implementation)
-            kept, chosen, allowed = layer.choose(table, cache.positions, budget, options)
-            layers[index] = layer.copy(*layer.survivors(table, rows, kept, chosen))
-            counts = jnp.where(rows, chosen, table.lengths)  # alike for all layers of a table
-            if policy.when == "both":
-                limits = jnp.where(rows, allowed, table.limits)
-        tables[number] = table.shrink(counts, limits)
+        assert isinstance(layer, EvictingCache)
+        table = layer_table(cache.tables, spec)
+        assert isinstance(table, EvictingTable)
+        rows = table.of_rows(mask)
+        held, allowed = table.lengths, table.of_rows(policy.limits(cache.prompt_lengths))
+        if policy.when == "decode":
+            allowed = jnp.maximum(allowed, held)
+        else:
+            options = config.decoder.attention_options(
+                config.decoder.layer_windows[index], config.implementation
+            )
+            kept, held, allowed = layer.choose(table, cache.positions, allowed, options)
+            layers[index] = layer.copy(*layer.survivors(table, rows, kept, held))
+        if policy.when == "prefill":
+            allowed = table.limits
+        lengths[spec.table].append(jnp.where(rows, held, table.lengths))
+        limits[spec.table].append(jnp.where(rows, allowed, table.limits))
+    for number, whole in enumerate(cache.tables):
+        if isinstance(whole, StackedTable):
+            tables[number] = whole.shrink(jnp.stack(lengths[number]), jnp.stack(limits[number]))
+        elif isinstance(whole, EvictingTable):  # its layers keep equally many tokens
+            tables[number] = whole.shrink(lengths[number][0], limits[number][0])
     return dataclasses.replace(cache, tables=tuple(tables), layers=tuple(layers))

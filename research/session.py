@@ -350,7 +350,7 @@ class Session:
 
     def _check_room(self, added: Mapping[int, int]) -> None:
         """Raises where the page pools have too few free pages for tokens added by slot."""
-        for table, heads in map(unwrapped, self.cache.tables):
+        for table, heads in map(unwrapped, self.cache.all_tables()):
             if not isinstance(table, PageTable):
                 continue
             held, size = np.asarray(table.lengths), table.page_size

@@ -131,7 +131,7 @@ def test_layers_of_one_placement_share_a_table():
     ]
     assigned = assign_tables(specs)
     assert [spec.table for spec in assigned] == [0, 1, 2, 0, 1]
-    assert [dataclasses.replace(spec, table=0) for spec in assigned] == specs
+    assert [dataclasses.replace(spec, table=0, place=None) for spec in assigned] == specs
     assert assign_tables(assigned) == assigned
 
 
@@ -153,7 +153,9 @@ def test_evicting_layers_share_a_table_where_they_hold_equally_many_tokens():
     assert tables(H2O(40), SnapKV(40, when="both"), H2O(40, when="prefill")) == [0, 0, 1]
     assert tables(Window(40), H2O(40)) == [0, 1]  # a row a sequence, and a row a head
     shared = SnapKV(40, allocation="per_head")
-    assert tables(shared, shared, SnapKV(40)) == [0, 1, 2]
+    assert tables(shared, shared, SnapKV(40)) == [0, 0, 1]
+    specs = [CacheSpec(Paged(16), retention=policy) for policy in (shared, None, shared)]
+    assert [spec.place for spec in assign_tables(specs, [3, 3, 3])] == [0, None, 1]
     mixed = [CacheSpec(Paged(16), retention=H2O(40))] * 3
     assert [spec.table for spec in assign_tables(mixed, [3, 1, 3])] == [0, 1, 0]
 

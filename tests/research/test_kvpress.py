@@ -15,6 +15,7 @@ from kvlab.models.load import load_model
 from kvlab.ops.caches.protocol import Step
 from kvlab.ops.retention import Sinks, SnapKV
 from kvlab.ops.specs import CacheSpec, Paged
+from kvlab.research.cache import layer_table
 from kvlab.research.inference_config import InferenceConfig
 from kvlab.research.session import Session
 
@@ -94,7 +95,9 @@ def test_every_policy_and_budget_keeps_the_tokens_of_kvpress(loaded, name, obser
 
 
 @pytest.mark.parametrize(
-    ("name", "index"), zip(MODELS, (1, 7, 16), strict=True), ids=["sinks", "snapkv", "per_head"]
+    ("name", "index"),
+    list(zip(MODELS, (1, 7, 16), strict=True)),
+    ids=["sinks", "snapkv", "per_head"],
 )
 def test_a_session_holds_them_after_its_prefill(loaded, name, index):
     prompt = next(p for p in PROMPTS if p["model"] == name and p["length"] == 97)
@@ -106,7 +109,7 @@ def test_a_session_holds_them_after_its_prefill(loaded, name, index):
         GOLDEN[f"kept_{prompt['name']}"][index],
         strict=True,
     ):
-        table = session.cache.tables[spec.table]
+        table = layer_table(session.cache.tables, spec)
         rows = table.lengths.shape[0]
         nothing = jnp.zeros((rows, 1), bool)
         step = Step(jnp.zeros((rows, 1), jnp.int32), nothing, nothing)

@@ -35,11 +35,11 @@ def session_of(tiny, policy):
 
 
 def tables(session):
-    return [table.table for table in session.cache.tables]
+    return [table.table for table in session.cache.all_tables()]
 
 
 def lengths(session):
-    return np.stack([np.asarray(table.lengths) for table in session.cache.tables])
+    return np.stack([np.asarray(table.lengths) for table in session.cache.all_tables()])
 
 
 @each_policy
@@ -48,7 +48,7 @@ def test_an_eviction_frees_pages_that_another_sequence_takes(policy, tiny):
     session = session_of(tiny, policy)
     for admitted, (slot, length) in enumerate({0: 130, 3: 125, 1: 100}.items()):
         session.prefill({slot: tiny.prompt(length, seed=slot)})
-        kept = BUDGET * (admitted + 1) * heads * len(session.cache.tables)
+        kept = BUDGET * (admitted + 1) * heads * len(session.cache.all_tables())
         assert lengths(session).sum() == kept  # a row's budget, or that of heads that share it
         for table in tables(session):
             in_use = -(-np.asarray(table.lengths) // 8)
