@@ -17,7 +17,7 @@ from kvlab.ops.attention import READ_BLOCK
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.retention import Retention
 from kvlab.ops.specs import CacheSpec, Kivi4, Paged, Placement, Recompute, Ring
-from kvlab.research import inference
+from kvlab.research import inference, sequences
 from kvlab.research.cache import unwrapped
 from kvlab.research.inference import Params
 from kvlab.research.inference_config import InferenceConfig
@@ -336,13 +336,13 @@ def prefilled_row_by_row(session: Session, slot: int, ids: np.ndarray) -> np.nda
         hidden.append(np.asarray(states)[-1, : len(piece)])
     if config.evicts:
         mask = np.arange(config.slots) == slot
-        session.cache = inference.evict(config, session.cache, mask)
+        session.cache = sequences.evict(config, session.cache, mask)
     return np.concatenate(hidden)
 
 
 def page_maps(session: Session) -> tuple[np.ndarray, ...]:
     """Where each table's sequences have their pages, [rows, pages_per_sequence] int32 each."""
-    tables = [unwrapped(table)[0] for table in session.cache.tables]
+    tables = [unwrapped(table)[0] for table in session.cache.all_tables()]
     return tuple(np.asarray(t.page_indices) for t in tables if isinstance(t, PageTable))
 
 
