@@ -1,4 +1,4 @@
-"""Show that variants of a model agree as they must: the table of properties, each measured.
+"""Show that variants of a model agree as they must, in a table of measured rows.
 
     kvlab verify --model=random:tiny-gqa
     kvlab verify --model=smollm2-135m --json

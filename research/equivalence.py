@@ -62,8 +62,10 @@ class Variant:
     def __str__(self) -> str:
         words: list[object] = [self.attention, "+".join(map(str, self.placements))]
         words += [None if self.storage == "float32" else self.storage, self.retention]
-        if self.retention is not None and self.retention.shared_safeguard is not None:
-            words.append("per_head")
+        for field in dataclasses.fields(self.retention) if self.retention else ():
+            value = getattr(self.retention, field.name)
+            if field.name != "budget" and value != field.default:
+                words.append(f"{field.name}={value}")
         return " ".join(str(word) for word in words if word)
 
     @property

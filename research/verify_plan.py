@@ -89,12 +89,12 @@ _STORED = (
 _RETAINED = (
     (_keeping(Window(24), Paged(16)), BITS),
     (_keeping(Sinks(24), Paged(16)), BITS),
+    (_keeping(Sinks(24, positions="cache"), Contiguous()), BITS),
     (_keeping(H2O(24, recent=8), Paged(16)), (*BITS, CHOICE_CHUNK)),
     (_keeping(H2O(24, recent=8), Paged(8)), (page_size(16),)),
-    (_keeping(H2O(24, recent=8), Contiguous()), BITS),
     (_keeping(SnapKV(24, observation=8), Paged(16)), BITS),
     (_keeping(SnapKV(24, observation=8, allocation="per_head"), Paged(16)), BITS),
-    (_keeping(Random(24), Paged(16)), BITS),
+    (_keeping(Random(24), Contiguous()), BITS),
 )
 
 PLANS = {

@@ -11,7 +11,7 @@ import pytest
 from kvlab.experiments import main
 from kvlab.experiments.flags import command_flags
 
-COMMANDS = {"fetch", "generate", "logits", "report", "rerun", "sweep", "tokenizers"}
+COMMANDS = {"fetch", "generate", "logits", "report", "rerun", "sweep", "tokenizers", "verify"}
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
