@@ -201,7 +201,7 @@ def _reserve(
         return tuple(table for table, _ in results), granted
 
     tables, granted = attempt(wanted)
-    if len(cache.tables) > 1 or isinstance(cache.tables[0], StackedTable):
+    if len(cache.tables) > 1 or any(isinstance(table, StackedTable) for table in cache.tables):
         tables, _ = attempt(jnp.where(granted, wanted, 0))
     return granted & fits, dataclasses.replace(cache, tables=tables)
 
