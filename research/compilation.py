@@ -1,7 +1,9 @@
-"""Counts compilations: how many programs XLA built, and for how long."""
+"""Compilations: how many programs XLA built, for how long, and room for more."""
 
 import contextlib
 import dataclasses
+import gc
+import pathlib
 import threading
 from collections.abc import Iterator
 
@@ -52,3 +54,23 @@ def count_compilations() -> Iterator[Compilations]:
         yield compilations
     finally:
         _counting.open.pop()
+
+
+def make_room_for_programs(most_maps: int = 25_000) -> bool:
+    """Frees all compiled programs where a process holds very many, so that more can be compiled.
+
+    On CPU every program maps memory of its own, a hundred times over for a large model. Linux allows
+    a process 65,530 maps, and XLA crashes where it gets no more.
+
+    Args:
+      most_maps: memory maps up to which nothing is done.
+
+    Returns:
+      Whether programs were freed; those still needed are compiled again when they are called.
+    """
+    maps = pathlib.Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") <= most_maps:
+        return False
+    jax.clear_caches()
+    gc.collect()
+    return True

@@ -12,7 +12,7 @@ import numpy as np
 from kvlab.models.config import DecoderConfig
 from kvlab.models.load import Model
 from kvlab.research.cache import CacheUse
-from kvlab.research.compilation import Compilations
+from kvlab.research.compilation import Compilations, make_room_for_programs
 from kvlab.research.experiment import Sweep, Variant
 from kvlab.research.inference import InferenceConfig, Params
 from kvlab.research.programs import compile_programs
@@ -188,6 +188,8 @@ class _Runner:
         series: dict[str, list[tuple[float, float]]],
     ) -> None:
         """Fills in what was measured, as far as it got; `upcoming` points run after this one."""
+        if make_room_for_programs():
+            self._compiled.clear()
         compiled = self._compile(point).result()
         config, params = self._with_attention(point.variant.attention)
         session = Session(params, self._inference_config(config, point))

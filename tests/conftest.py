@@ -4,7 +4,7 @@ import importlib.util
 import os
 import pathlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -54,3 +54,17 @@ def retention_reference() -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True, scope="module")
+def generation(_generations: list[int]) -> Iterator[int]:
+    """How often compiled programs have been freed: many tests in one process need it now and then."""
+    from kvlab.research.compilation import make_room_for_programs
+
+    yield _generations[0]
+    _generations[0] += make_room_for_programs()
+
+
+@pytest.fixture(scope="session")
+def _generations() -> list[int]:
+    return [0]

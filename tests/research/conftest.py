@@ -136,7 +136,12 @@ class Tiny:
     vocab_size, few_pages = VOCAB_SIZE, FEW_PAGES
 
     def __init__(self):
-        self._warm = set()
+        self._warm, self._generation = set(), 0
+
+    def meet(self, generation):
+        """Forgets which programs are compiled where they have been freed since."""
+        if generation != self._generation:
+            self._warm, self._generation = set(), generation
 
     def model(self, name) -> DecoderConfig:
         return MODELS[name]
@@ -207,5 +212,11 @@ class Tiny:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Tiny:
+def _tiny() -> Tiny:
     return Tiny()
+
+
+@pytest.fixture(scope="module")
+def tiny(_tiny: Tiny, generation: int) -> Tiny:
+    _tiny.meet(generation)
+    return _tiny
