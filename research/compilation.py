@@ -59,8 +59,8 @@ def count_compilations() -> Iterator[Compilations]:
 def make_room_for_programs(most_maps: int = 25_000) -> bool:
     """Frees all compiled programs where a process holds very many, so that more can be compiled.
 
-    On CPU every program maps memory of its own, a hundred times over for a large model. Linux allows
-    a process 65,530 maps, and XLA crashes where it gets no more.
+    On CPU every program maps memory of its own, a hundred times over for a large model. Linux
+    allows a process 65,530 maps, and XLA crashes where it gets no more.
 
     Args:
       most_maps: memory maps up to which nothing is done.

@@ -58,7 +58,7 @@ def retention_reference() -> types.ModuleType:
 
 @pytest.fixture(autouse=True, scope="module")
 def generation(_generations: list[int]) -> Iterator[int]:
-    """How often compiled programs have been freed: many tests in one process need it now and then."""
+    """How often compiled programs have been freed, as many tests in one process need."""
     from kvlab.research.compilation import make_room_for_programs
 
     yield _generations[0]
