@@ -21,11 +21,16 @@ from kvlab.research.programs import stop_array
         CacheSpec(Contiguous(), "int8"),
         CacheSpec(Paged(64), "int4"),
         CacheSpec(Paged(64), Kivi4()),
-        CacheSpec(Ring(4096), Kivi4()),
-        CacheSpec(Ring(4096)),
-        CacheSpec(Paged(64), "int8", Sinks(256)),
         CacheSpec(Paged(64), retention=H2O(256)),
-        CacheSpec(Contiguous(), retention=SnapKV(256)),
+        *(
+            pytest.param(spec, marks=pytest.mark.long)
+            for spec in (
+                CacheSpec(Ring(4096), Kivi4()),
+                CacheSpec(Ring(4096)),
+                CacheSpec(Paged(64), "int8", Sinks(256)),
+                CacheSpec(Contiguous(), retention=SnapKV(256)),
+            )
+        ),
     ],
     ids=str,
 )

@@ -70,7 +70,10 @@ def choose(layer, table, positions, limits, options):
     return layer.choose(table, positions, limits, options)[:2]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [MODELS[0], *(pytest.param(name, marks=pytest.mark.long) for name in MODELS[1:])],
+)
 @pytest.mark.parametrize("observation", [None, 3, 13])
 def test_every_policy_and_budget_keeps_the_tokens_of_kvpress(loaded, name, observation):
     prompts = [prompt for prompt in PROMPTS if prompt["model"] == name]

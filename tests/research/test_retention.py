@@ -22,7 +22,14 @@ POLICIES = [
     H2O(BUDGET, recent=5, allocation="per_head"),
     Random(BUDGET),
 ]
-each_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
+each_policy = pytest.mark.parametrize(
+    "policy",
+    [
+        *POLICIES[1:5],
+        *(pytest.param(policy, marks=pytest.mark.long) for policy in (POLICIES[0], POLICIES[5])),
+    ],
+    ids=repr,
+)
 
 
 def spec_of(policy, placement=PAGED):

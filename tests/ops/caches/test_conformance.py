@@ -103,34 +103,41 @@ class Variant:
 
 VARIANTS = [
     Variant(Contiguous()),
-    Variant(Contiguous(), "bfloat16"),
-    Variant(Contiguous(), implementation="reference"),
+    Variant(Contiguous(), "float8_e4m3fn"),
     Variant(Paged(1)),
     Variant(Paged(7)),
     Variant(Paged(16)),
-    Variant(Paged(16), "bfloat16"),
-    Variant(Paged(64)),
+    Variant(Paged(16), "int8"),
     Variant(Paged(128)),
-    *(Variant(Contiguous(), storage) for storage in ("float8_e4m3fn", "int8", "int4")),
-    *(Variant(Paged(16), storage) for storage in ("float8_e4m3fn", "int8", "int4")),
     Variant(Paged(7), "int4", implementation="reference"),
-    Variant(Paged(7), implementation="reference"),
     Variant(Ring(37)),
     Variant(Ring(11)),  # a chunk is longer than the window
-    Variant(Ring(37), "int8"),
-    Variant(Ring(37), implementation="reference"),
     Variant(Contiguous(), Kivi4(32, 0)),
     Variant(Paged(16), Kivi4(16, 11)),
-    Variant(Paged(64), Kivi4(2, 0), implementation="reference"),
     Variant(Ring(37), Kivi4(16, 3)),
     # With a budget that nothing exceeds; what is evicted is in test_evicting.py.
-    Variant(Contiguous(), retention=Sinks(MAX_LENGTH)),
     Variant(Paged(7), retention=Sinks(MAX_LENGTH)),
     Variant(Paged(16), retention=H2O(MAX_LENGTH)),
-    Variant(Contiguous(), "int8", retention=H2O(MAX_LENGTH, allocation="per_head")),
     Variant(Paged(16), retention=SnapKV(MAX_LENGTH, observation=7)),
+]
+LONG_VARIANTS = [
+    Variant(Contiguous(), "bfloat16"),
+    Variant(Contiguous(), "int8"),
+    Variant(Contiguous(), "int4"),
+    Variant(Contiguous(), implementation="reference"),
+    Variant(Paged(16), "bfloat16"),
+    Variant(Paged(16), "float8_e4m3fn"),
+    Variant(Paged(16), "int4"),
+    Variant(Paged(64)),
+    Variant(Paged(7), implementation="reference"),
+    Variant(Ring(37), "int8"),
+    Variant(Ring(37), implementation="reference"),
+    Variant(Paged(64), Kivi4(2, 0), implementation="reference"),
+    Variant(Contiguous(), retention=Sinks(MAX_LENGTH)),
+    Variant(Contiguous(), "int8", retention=H2O(MAX_LENGTH, allocation="per_head")),
     Variant(Paged(128), "int4", "reference", Random(MAX_LENGTH)),
 ]
+EVERY_VARIANT = [*VARIANTS, *(pytest.param(it, marks=pytest.mark.long) for it in LONG_VARIANTS)]
 
 MASKS = {"causal": {}, "windowed": {"window": 37, "soft_cap": 3.0}}  # fields of AttentionOptions
 
@@ -351,7 +358,7 @@ def filled(variant, **options):
     return layer
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+@pytest.fixture(scope="module", params=EVERY_VARIANT, ids=str)
 def variant(request):
     return request.param
 

@@ -39,7 +39,7 @@ POLICIES = [
     H2O(BUDGET, "decode", recent=5),
     Sinks(BUDGET, "prefill", num_sinks=3),
 ]
-PLACEMENTS = [Paged(7), Contiguous()]
+PLACEMENTS = [Paged(7), pytest.param(Contiguous(), marks=pytest.mark.long)]
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
