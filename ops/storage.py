@@ -110,6 +110,11 @@ def _channel_group(head_dim: int, storage: Kivi4) -> int:
     return min(storage.group, head_dim)
 
 
+def values_in_a_byte(storage: Storage) -> int:
+    """Codes that one entry of `codes` holds along H."""
+    return 2 if storage == "int4" or isinstance(storage, Kivi4) else 1
+
+
 def _packed(codes: jax.Array) -> jax.Array:
     """Two 4-bit codes a byte: value i of H in its low half, value i + H / 2 in its high half."""
     low, high = jnp.split(codes, 2, axis=-1)
@@ -181,7 +186,7 @@ def empty_values(shape: tuple[int, ...], storage: Storage) -> Stored:
 def _empty(shape: tuple[int, ...], axis: int, storage: Storage) -> Stored:
     """Codes, and the scale of symmetric forms, for values of a shape that has H at `axis`."""
     head_dim = shape[axis]
-    packed = storage == "int4" or isinstance(storage, Kivi4)
+    packed = values_in_a_byte(storage) == 2
     if packed and head_dim % 2:
         raise ValueError(
             f"storage={storage} keeps two values in a byte, and head_dim={head_dim} is odd; use "

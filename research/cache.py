@@ -14,6 +14,7 @@ from kvlab.ops.caches.kivi import KiviCache
 from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import LayerCache, Table
 from kvlab.ops.caches.recompute import RecomputeCache
+from kvlab.ops.caches.token_slots import TokenSlots
 from kvlab.ops.evicting_table import EvictingTable, StackedTable
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.row_table import RowTable
@@ -219,7 +220,7 @@ class _Sizes:
         heads = _rows_per_sequence(spec, num_kv_heads)
         notes = () if spec.retention is None else notes_of(spec.retention)
         stored = num_kv_heads // heads, head_dim, spec.storage, notes
-        inner: ContiguousCache | PagedCache
+        inner: TokenSlots
         if isinstance(spec.placement, Paged):
             page_size = spec.placement.page_size
             num_pages, _ = self._pages(page_size)

@@ -17,16 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from kvlab.ops.attention import AttentionOptions, Blocks, received_attention
-from kvlab.ops.caches.contiguous import ContiguousCache
-from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
+from kvlab.ops.caches.token_slots import TokenSlots
 from kvlab.ops.evicting_table import EvictingTable, rows_of
 from kvlab.ops.retention import Evidence, Retention, Sinks, kept_tokens, victims
 from kvlab.ops.rope import Rope, attention_factor, rotation
 from kvlab.ops.storage import decode, encode
-
-Inner = ContiguousCache | PagedCache
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +33,7 @@ class EvictingCache:
 
     __no_type_check__ = True  # as in PageTable
 
-    inner: Inner  # its keys carry notes: `notes_of(policy)`
+    inner: TokenSlots  # its keys carry notes: `notes_of(policy)`
     queries: jax.Array | None  # f32[rows, n, G, H]: the last n, at position modulo n, if observed
     layer: jax.Array  # i32[]: index of the layer
     policy: Retention = dataclasses.field(metadata={"static": True})
@@ -46,7 +43,7 @@ class EvictingCache:
     @classmethod
     def init(
         cls,
-        inner: Inner,
+        inner: TokenSlots,
         policy: Retention,
         layer: int,
         num_sequences: int,
@@ -178,20 +175,19 @@ class EvictingCache:
             given = received(source.read(index))
             return self.inner.added(mass, step, table.table, index, given)
 
-        mass = jax.lax.fori_loop(source.first, source.end, body, self.inner.stored_note("mass"))
+        mass = jax.lax.fori_loop(source.first, source.end, body, self.inner.key["mass"])
         return dataclasses.replace(self, inner=self.inner.with_note("mass", mass))
 
     def _remember(self, query: jax.Array, step: Step) -> "EvictingCache":
         """Keeps the step's last queries."""
         assert self.queries is not None
         rows, kept = self.queries.shape[:2]
-        row = jnp.arange(query.shape[0], dtype=jnp.int32) if step.slots is None else step.slots
         newest = jnp.max(jnp.where(step.valid, step.positions, -1), axis=1, keepdims=True)
         if step.later is not None:
             newest = newest + step.later[:, None]
         last = step.valid & (step.positions > newest - kept)
         place = jnp.where(last, step.positions % kept, kept)
-        queries = self.queries.at[jnp.minimum(row, rows)[:, None], place].set(
+        queries = self.queries.at[jnp.minimum(step.rows, rows)[:, None], place].set(
             query.astype(jnp.float32), mode="drop"
         )
         return dataclasses.replace(self, queries=queries)
@@ -216,9 +212,7 @@ class EvictingCache:
           most that a row can keep; how many of them are real, i32[rows]; and the tokens that each
           row may hold from now on, i32[rows].
         """
-        rows = table.lengths.shape[0]
-        nothing = jnp.zeros((rows, 1), bool)
-        step = Step(jnp.zeros((rows, 1), jnp.int32), nothing, nothing)
+        step = Step.of_none(table.lengths.shape[0])
         next_positions = table.of_rows(next_positions)
         evidence = self._evidence(step, table, next_positions, None, options)
         keep = kept_tokens(
@@ -309,9 +303,7 @@ class EvictingCache:
     def gather(self, table: Table) -> tuple[jax.Array, jax.Array]:
         """Keys and values [rows, S, K, H] in slot order; K is 1 where KV heads are rows."""
         table = _evicting(table)
-        rows = table.lengths.shape[0]
-        nothing = jnp.zeros((rows, 1), bool)
-        step = Step(jnp.zeros((rows, 1), jnp.int32), nothing, nothing)
+        step = Step.of_none(table.lengths.shape[0])
         keys, values, _, _ = gather_blocks([self._blocks(step, table)])
         return keys, values
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from kvlab.ops.attention import AttentionOptions, Blocks
 from kvlab.ops.caches.contiguous import ContiguousCache
-from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
+from kvlab.ops.caches.token_slots import TokenSlots
 from kvlab.ops.specs import Kivi4
 from kvlab.ops.storage import encode, encode_group
 
@@ -28,14 +28,14 @@ class KiviCache:
 
     __no_type_check__ = True  # as in PageTable
 
-    closed: ContiguousCache | PagedCache
+    closed: TokenSlots
     recent: ContiguousCache
     storage: Kivi4 = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def init(
         cls,
-        closed: ContiguousCache | PagedCache,
+        closed: TokenSlots,
         num_sequences: int,
         chunk: int,
         num_kv_heads: int,
@@ -75,15 +75,13 @@ class KiviCache:
         start, end = self.num_closed(before), self.num_closed(after)
         most = -(-tokens // group) * group
         indices = start[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
-        rows = jnp.arange(indices.shape[0]) if step.slots is None else step.slots
-        slots = indices % recent.capacity
+        slots = step.rows[:, None] * recent.capacity + indices % recent.capacity
 
         def groups(array: jax.Array) -> jax.Array:  # [B, most, K, H] to [B, n, g, K, H]
             return array.reshape(array.shape[0], -1, group, *array.shape[2:])
 
-        keys = recent.key["codes"].at[rows[:, None], :, :, slots].get(mode="clip")
-        values = recent.value["codes"].at[rows[:, None], :, slots, :].get(mode="clip")
-        stored = encode_group(groups(keys), groups(values), self.storage)
+        keys, values = (groups(stored["codes"]) for stored in recent.at(slots))
+        stored = encode_group(keys, values, self.storage)
         key, value = jax.tree.map(lambda a: a.reshape(a.shape[0], most, *a.shape[3:]), stored)
         written = dataclasses.replace(step, write=indices < end[:, None])
         target = self.closed.slots(written, table, indices)
@@ -131,16 +129,14 @@ class KiviCache:
 
     def gather(self, table: Table) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K, H] in the order of the sequence; S as of `closed`."""
-        rows = table.lengths.shape[0]
-        nothing = jnp.zeros((rows, 1), bool)
-        step = Step(jnp.zeros((rows, 1), jnp.int32), nothing, nothing)
+        step = Step.of_none(table.lengths.shape[0])
         whole = self._close_last(step, table, table.lengths)
         before = self.num_closed(table.lengths)
         closed, recent = whole._sources(step, table, before, None)
         keys, values, _, _ = gather_blocks([closed])
         new_keys, new_values, positions, stored = gather_blocks([recent])
         columns = jnp.where(stored, positions % keys.shape[1], keys.shape[1])
-        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        row = step.rows[:, None]
         return (
             keys.at[row, columns].set(new_keys, mode="drop"),
             values.at[row, columns].set(new_values, mode="drop"),

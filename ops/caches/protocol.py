@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from kvlab.ops.attention import AttentionOptions
 from kvlab.ops.evicting_table import EvictingTable
@@ -34,6 +35,19 @@ class Step:
     write: jax.Array  # bool[B, T]: its key and value are to be stored
     slots: jax.Array | None = None  # i32[B]: the sequence of each row; None: row b is sequence b
     later: jax.Array | None = None  # i32[B], with slots: tokens of its sequence in rows after it
+
+    @classmethod
+    def of_none(cls, num_rows: int) -> "Step":
+        """A step of no token, for reading all rows."""
+        nothing = jnp.zeros((num_rows, 1), bool)
+        return cls(jnp.zeros((num_rows, 1), jnp.int32), nothing, nothing)
+
+    @property
+    def rows(self) -> jax.Array:
+        """The sequence of each row, i32[B]."""
+        if self.slots is not None:
+            return self.slots
+        return jnp.arange(self.positions.shape[0], dtype=jnp.int32)
 
 
 # Maps the tokens of sequences to storage, and counts them. A step reserves first, so inside a layer

@@ -213,7 +213,7 @@ class Machine:
         model, session = self.model, self.session
         if isinstance(model.policy, Window):
             layer, table = session.cache.layers[0], session.cache.tables[0].table
-            positions = np.asarray(layer.inner.k_pages["position"])[:, 0, 0]
+            positions = np.asarray(layer.inner.key["position"])[:, 0, 0]
             for slot, text in enumerate(model.texts):
                 pages = np.asarray(table.page_indices)[slot, : len(model.pages[slot][0])]
                 held = positions[pages].ravel()[: model.held[slot]]

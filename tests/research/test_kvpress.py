@@ -113,9 +113,7 @@ def test_a_session_holds_them_after_its_prefill(loaded, name, index):
         strict=True,
     ):
         table = layer_table(session.cache.tables, spec)
-        rows = table.lengths.shape[0]
-        nothing = jnp.zeros((rows, 1), bool)
-        step = Step(jnp.zeros((rows, 1), jnp.int32), nothing, nothing)
+        step = Step.of_none(table.lengths.shape[0])
         held = np.asarray(layer.inner.note("position", step, table.table))
         for row, length in enumerate(table.lengths.tolist()):
             assert held[row, :length].tolist() == np.flatnonzero(expected[row]).tolist()

@@ -132,7 +132,7 @@ def test_a_text_that_goes_on_after_decode_is_evicted_again(tiny):
     session.prefill({2: tiny.prompt(30, seed=1)})
     assert lengths(session)[0, 2] == BUDGET
     layer, table = session.cache.layers[0], session.cache.tables[0]
-    stored = np.asarray(layer.inner.k_pages["position"])[:, 0, 0]
+    stored = np.asarray(layer.inner.key["position"])[:, 0, 0]
     pages = np.asarray(table.table.page_indices)[2]
     held = stored[pages[pages < len(stored)]].ravel()[:BUDGET]
     assert sorted(held.tolist()) == [0, 1, 2, *range(75 - BUDGET + 3, 75)]

@@ -15,7 +15,7 @@ def test_a_wrapped_ring_gives_the_logits_of_the_whole_text(tiny):
     prompts = {0: tiny.prompt(130), 2: tiny.prompt(40), 3: tiny.prompt(1), 4: tiny.prompt(85)}
     steps = 9
     forced = {slot: tiny.prompt(steps, seed=slot) for slot in prompts}
-    trace = tiny.trace(session, prompts, steps=0)
+    session.prefill(prompts)
     trace = tiny.continued(session, prompts, steps=steps, forced=forced)
     texts = [[*prompts[slot], *forced[slot]] for slot in prompts]
     whole = tiny.oracle("mixed", texts, [len(prompt) for prompt in prompts.values()])

@@ -338,10 +338,7 @@ class Layer:
     def token_leaves(self):
         """What is stored of keys and of values, without notes."""
         cache = self.cache.inner if self.variant.retention is not None else self.cache
-        if isinstance(cache, PagedCache):
-            stored = cache.k_pages, cache.v_pages
-        else:
-            stored = cache.key, cache.value
+        stored = cache.key, cache.value
         return [
             [np.asarray(one[name]).astype(np.float32) for name in ("codes", "scale") if name in one]
             for one in stored

@@ -236,12 +236,10 @@ class Layer:
 
     def check_rows(self):
         """Every row holds the tokens of the model, in whatever slots."""
-        rows = self.table.lengths.shape[0]
-        nothing = jnp.zeros((rows, 1), bool)
-        step = Step(jnp.zeros((rows, 1), jnp.int32), nothing, nothing)
+        step = Step.of_none(self.table.lengths.shape[0])
         positions = np.asarray(self.cache.inner.note("position", step, self.table.table))
         lengths = np.asarray(self.table.lengths)
-        held = [sorted(positions[r, : lengths[r]].tolist()) for r in range(rows)]
+        held = [sorted(positions[r, : lengths[r]].tolist()) for r in range(len(lengths))]
         assert held == [sorted(token["position"] for token in row) for row in self.model.rows]
 
 
