@@ -72,6 +72,14 @@ class Retention:
         """`ByHead.safeguard` where the heads of a layer share their budgets; else None."""
         return None
 
+    @property
+    def placed_sinks(self) -> int | None:
+        """First tokens that stay, where keys are turned by their place in the cache; else None.
+
+        Every other token kept must be among the newest.
+        """
+        return None
+
     def __post_init__(self) -> None:
         """Validates."""
         share = isinstance(self.budget, float)
@@ -155,6 +163,11 @@ class Sinks(Retention):
             raise ValueError(
                 f"positions={self.positions!r} is not known; legal values: text, cache"
             )
+
+    @property
+    def placed_sinks(self) -> int | None:
+        """`num_sinks` where positions are those of the cache."""
+        return self.num_sinks if self.positions == "cache" else None
 
     def score(self, evidence: Evidence) -> Float[Array, "rows S"]:
         """Newer is better; the first tokens stay."""

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig
 from kvlab.ops.attention import resolve_implementation
-from kvlab.ops.retention import Sinks
 from kvlab.ops.rope import DynamicNTK
 from kvlab.ops.specs import CacheSpec, Paged, Recompute, Ring, assign_tables
 from kvlab.research.cache import Cache, init_cache
@@ -143,10 +142,13 @@ class InferenceConfig:
 
 def _turns_by_place(spec: CacheSpec) -> bool:
     """Whether keys are turned by their place in the cache."""
-    return isinstance(spec.retention, Sinks) and spec.retention.positions == "cache"
+    return spec.retention is not None and spec.retention.placed_sinks is not None
 
 
 def _streams(spec: CacheSpec) -> bool:
     """Whether a text may grow past the model's context: no key is ever further away than that."""
-    policy = spec.retention
-    return _turns_by_place(spec) and policy is not None and policy.when != "prefill"
+    return (
+        spec.retention is not None
+        and spec.retention.placed_sinks is not None
+        and spec.retention.when != "prefill"
+    )

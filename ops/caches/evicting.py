@@ -21,7 +21,7 @@ from kvlab.ops.caches.protocol import Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
 from kvlab.ops.caches.token_slots import TokenSlots
 from kvlab.ops.evicting_table import EvictingTable, rows_of
-from kvlab.ops.retention import Evidence, Retention, Sinks, kept_tokens, victims
+from kvlab.ops.retention import Evidence, Retention, kept_tokens, victims
 from kvlab.ops.rope import Rope, attention_factor, rotation
 from kvlab.ops.storage import decode, encode
 
@@ -60,7 +60,7 @@ class EvictingCache:
           num_sequences: B.
           heads: rows of a sequence in the layer's table.
           group_size: query heads of a row (G, or N where a row is a sequence).
-          rope: how keys were turned; used by `Sinks` with positions of the cache alone.
+          rope: how keys were turned; used by policies with `placed_sinks` alone.
         """
         queries = None
         if policy.observes:
@@ -140,8 +140,8 @@ class EvictingCache:
         were: between the newest tokens nothing changes, and a sink comes nearer by as many tokens
         as are gone. So turning the sinks forward by that many is all there is to do.
         """
-        policy = self.policy
-        if not (isinstance(policy, Sinks) and policy.positions == "cache"):
+        num_sinks = self.policy.placed_sinks
+        if num_sinks is None:
             return lambda keys, positions: keys
         assert self.rope is not None
         newest = jnp.max(jnp.where(step.valid, step.positions, -1), axis=1)
@@ -154,7 +154,7 @@ class EvictingCache:
         def turned(keys: jax.Array, positions: jax.Array) -> jax.Array:
             first, second = jnp.split(keys, 2, axis=2)
             parts = first * cos - second * sin, second * cos + first * sin
-            is_sink = (positions < policy.num_sinks)[:, None, None]
+            is_sink = (positions < num_sinks)[:, None, None]
             return jnp.where(is_sink, jnp.concatenate(parts, axis=2), keys)
 
         return turned
