@@ -339,30 +339,72 @@ class PageTable:
         Returns:
           The table.
         """
-        known = (source >= 0) & (source <= self.num_sequences)
-        known &= (target >= 0) & (target <= self.num_sequences)
-        used = known & (source < self.num_sequences) & (target < self.num_sequences)
-        target_row = jnp.where(used, target, self.num_sequences)
-        old_pages, old_lengths = self._gather_rows(target_row)
-        occurrences = jnp.zeros_like(self.lengths).at[target_row].add(1, mode="drop")
-        repeated = occurrences.at[target_row].get(mode="fill", fill_value=0) > 1
-        forbid(
-            ~known | repeated | (old_lengths > 0),
-            "sequence {source} cannot be forked to sequence {target}, which holds {length} tokens "
-            f"from page {{page}} on: want distinct empty rows in [0, {self.num_sequences}]",
+        wrong = (source < 0) | (source > self.num_sequences)
+        pages, lengths = self._gather_rows(jnp.where(wrong, self.num_sequences, source))
+        unused = wrong | (source == self.num_sequences)
+        return self._map_onto(
+            target,
+            pages,
+            lengths,
+            unused,
+            wrong,
+            "sequence {source} cannot be forked",
             source=source,
-            target=target,
-            length=old_lengths,
-            page=old_pages[:, 0],
         )
-        used &= (old_lengths == 0) & ~repeated
-        pages, lengths = self._gather_rows(jnp.where(used, source, self.num_sequences))
-        target_row = jnp.where(used, target, self.num_sequences)
-        return dataclasses.replace(
-            self,
-            page_indices=self.page_indices.at[target_row].set(pages, mode="drop"),
-            lengths=self.lengths.at[target_row].set(lengths, mode="drop"),
-            ref_counts=self.ref_counts.at[pages].add(1, mode="drop"),
+
+    def attach(
+        self, target: Int32[Array, "n"], pages: Int32[Array, "n m"], lengths: Int32[Array, "n"]
+    ) -> "PageTable":
+        """Lets empty rows map pages in use, which hold the first tokens of their texts.
+
+        Prefix reuse between requests: the index of known prefixes pins their pages and attaches
+        them to new requests. Full pages are never written again; to add tokens behind a partial
+        last page, `make_writable` gives the row its own copy first.
+
+        Args:
+          target: `[n] int32`, distinct empty rows; `num_sequences` for an unused entry.
+          pages: `[n, m] int32`, m at most `pages_per_sequence`: the pages of each row in the order
+            of its text. Only the first `ceil(lengths[i] / page_size)` are looked at.
+          lengths: `[n] int32`, tokens that the row takes over, at most `m * page_size`. An entry
+            with another length, a page that is free or out of range, or a target that is not
+            empty, is left undone (under checkify it raises).
+
+        Returns:
+          The table.
+
+        Raises:
+          ValueError: `pages` has more columns than a sequence can map.
+        """
+        columns = pages.shape[1]
+        if columns > self.pages_per_sequence:
+            raise ValueError(
+                f"pages has {columns} columns, and a sequence maps at most "
+                f"{self.pages_per_sequence} pages: attach fewer"
+            )
+        bad_length = (lengths < 0) | (lengths > columns * self.page_size)
+        numbers = jnp.arange(self.pages_per_sequence, dtype=jnp.int32)[None, :]
+        needed = numbers < self._num_pages_for(jnp.where(bad_length, 0, lengths))[:, None]
+        padding = ((0, 0), (0, self.pages_per_sequence - columns))
+        given = jnp.pad(pages, padding, constant_values=self.num_pages)
+        free = needed & (count_references(self.ref_counts, given) == 0)
+        unused = target == self.num_sequences
+        first_free = jnp.take_along_axis(given, jnp.argmax(free, axis=1)[:, None], axis=1)[:, 0]
+        forbid(
+            ~unused & jnp.any(free, axis=1),
+            "page {bad} cannot be attached to sequence {target}: it is free, or not in "
+            f"[0, {self.num_pages})",
+            bad=first_free,
+            target=target,
+        )
+        wrong = bad_length | jnp.any(free, axis=1)
+        return self._map_onto(
+            target,
+            jnp.where(needed, given, self.num_pages),
+            lengths,
+            unused | wrong,
+            ~unused & bad_length,
+            f"{{wanted}} tokens of {columns} pages cannot be attached",
+            wanted=lengths,
         )
 
     def reorder(self, parents: Int32[Array, "B"]) -> "PageTable":
@@ -457,6 +499,42 @@ class PageTable:
     ) -> tuple[Int32[Array, "R pages_per_sequence"], Int32[Array, "R"]]:
         pages = self.page_indices.at[slots].get(mode="fill", fill_value=self.num_pages)
         return pages, self.lengths.at[slots].get(mode="fill", fill_value=0)
+
+    def _map_onto(
+        self,
+        target: Int32[Array, "n"],
+        pages: Int32[Array, "n pages_per_sequence"],
+        lengths: Int32[Array, "n"],
+        unused: Bool[Array, "n"],
+        wrong: Bool[Array, "n"],
+        what: str,
+        **values: Array,
+    ) -> "PageTable":
+        """Lets empty rows map pages with one reference more; `wrong` is named as `what`."""
+        known = (target >= 0) & (target <= self.num_sequences)
+        target_row = jnp.where(known & ~unused, target, self.num_sequences)
+        old_pages, held = self._gather_rows(target_row)
+        occurrences = jnp.zeros_like(self.lengths).at[target_row].add(1, mode="drop")
+        repeated = occurrences.at[target_row].get(mode="fill", fill_value=0) > 1
+        forbid(
+            wrong | ~known | repeated | (held > 0),
+            what + " to sequence {target}, which holds {held} tokens from page {page} on: want "
+            f"distinct empty rows in [0, {self.num_sequences}]",
+            target=target,
+            held=held,
+            page=old_pages[:, 0],
+            **values,
+        )
+        target_row = jnp.where((held > 0) | repeated, self.num_sequences, target_row)
+        done = (target_row < self.num_sequences)[:, None]
+        return dataclasses.replace(
+            self,
+            page_indices=self.page_indices.at[target_row].set(pages, mode="drop"),
+            lengths=self.lengths.at[target_row].set(lengths, mode="drop"),
+            ref_counts=self.ref_counts.at[jnp.where(done, pages, self.num_pages)].add(
+                1, mode="drop"
+            ),
+        )
 
     def _write_page(self) -> tuple[Int32[Array, "B"], Bool[Array, "B"]]:
         """The partial last page of each row (`num_pages`: none), and whether others hold it."""

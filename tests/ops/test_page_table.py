@@ -39,6 +39,7 @@ class on:
     reserve = compiled("reserve", 2)
     make_writable, release, trim = map(compiled, ("make_writable", "release", "trim"))
     fork, reorder, pin, unpin = map(compiled, ("fork", "reorder", "pin", "unpin"))
+    attach = compiled("attach")
     flat_slots, rows = map(compiled, ("flat_slots", "rows"))
 
 
@@ -138,6 +139,34 @@ def test_make_writable_refuses_when_no_page_is_free_and_leaves_the_row():
     assert jax.tree.all(jax.tree.map(np.array_equal, new, table))
 
 
+def test_a_pinned_prefix_is_attached_to_later_requests_and_copied_before_it_grows():
+    """Prefix reuse: the pages outlive their writer, two rows take them, one of them in part."""
+    table = on.pin(filled_table(7, 0, 0, 0, 0), i32(0, 1, 2))
+    table = on.release(table, only(0))
+    pages = jnp.asarray([[0, 1, 2], [0, 1, P]], jnp.int32)
+    table = on.attach(table, i32(1, 2), pages, i32(7, 6))
+    assert table.lengths.tolist() == [0, 7, 6, 0, 0]
+    assert table.ref_counts[:4].tolist() == [3, 3, 2, 0]
+    assert table.pages_in_use == 3
+    # Row 2 ends with a full page and grows into a new one; row 1 ends in a page that the pin holds.
+    grown, ok = on.reserve(table, ONES, 1)
+    assert ok.tolist() == [True, False, True, True, True]
+    assert grown.ref_counts[2] == 2
+    table, plan, ok = on.make_writable(table, only(1))
+    assert np.all(ok)
+    assert plan.source_slots[PAGE_SIZE : PAGE_SIZE + 2].tolist() == [6, NUM_SLOTS]
+    table, ok = on.reserve(table, ONES, 1)
+    assert np.all(ok)
+    table = on.release(table, only(1, 2))
+    assert table.ref_counts[:3].tolist() == [1, 1, 1]  # the pins
+
+
+def test_attach_takes_no_more_pages_than_a_sequence_maps():
+    pages = jnp.zeros((1, PAGES_PER_SEQUENCE + 1), jnp.int32)
+    with pytest.raises(ValueError, match=r"pages has 8 columns, .* at most 7"):
+        small_table().attach(i32(0), pages, i32(1))
+
+
 def test_a_pinned_partial_page_is_copied_and_outlives_its_row():
     table = on.pin(filled_table(2, 0, 0, 0, 0), i32(0, P))
     table, plan, ok = on.make_writable(table, ONES > 0)
@@ -192,6 +221,13 @@ MISUSE = [
     (("fork", i32(0, 1), i32(2, 2)), r"sequence 0 .*to sequence 2.*distinct"),
     (("fork", i32(6, 0), i32(2, 3)), r"sequence 6 cannot be forked to sequence 2"),
     (("fork", i32(0, 1), i32(-1, 3)), r"sequence 0 cannot be forked to sequence -1"),
+    (("attach", i32(3), i32(7)[None], i32(2)), r"page 7 cannot be attached to sequence 3"),
+    (("attach", i32(3), i32(-11)[None], i32(2)), r"page -11 cannot be attached to sequence 3"),
+    (("attach", i32(3), i32(0)[None], i32(4)), r"4 tokens of 1 pages .* to sequence 3"),
+    (("attach", i32(3), i32(0)[None], i32(-1)), r"-1 tokens of 1 pages .* to sequence 3"),
+    (("attach", i32(1), i32(0)[None], i32(3)), r"3 tokens .* sequence 1, which holds 2 .*page 2"),
+    (("attach", i32(3, 3), i32(0, 1)[:, None], i32(3, 1)), r"to sequence 3.*distinct"),
+    (("attach", i32(6), i32(0)[None], i32(3)), r"cannot be attached to sequence 6"),
     (("reorder", i32(0, -1, 2, 3, 4)), r"sequence 1 .*page 2 on.*parent -1"),
     (("pin", i32(P, 7)), r"entry 1 pins page 7"),
     (("pin", i32(-11, P)), r"entry 0 pins page -11"),
@@ -248,6 +284,7 @@ def test_correct_use_passes_checkify():
     program = [
         ("fork", i32(0, B), i32(2, B)),
         ("pin", i32(2, P)),
+        ("attach", i32(B, 3), jnp.asarray([[7, 7], [0, 1]], jnp.int32), i32(99, 4)),
         ("make_writable", ONES > 0),
         ("reserve", ONES),
         ("reorder", i32(0, 0, 2, B, 1)),

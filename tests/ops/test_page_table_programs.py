@@ -115,6 +115,13 @@ class Model:
             if origin < B and row < B and not texts[row]:
                 self.pages[row], self.texts[row] = list(pages[origin]), texts[origin]
 
+    def attach(self, source, target, lengths):
+        pages, texts = list(self.pages), list(self.texts)
+        for origin, row, length in zip(source, target, lengths, strict=False):
+            if origin < B and row < B and not texts[row] and length <= len(texts[origin]):
+                self.pages[row] = pages[origin][: -(-length // PAGE_SIZE)]
+                self.texts[row] = texts[origin][:length]
+
     def reorder(self, parents):
         old, texts = self.pages, self.texts
         self.pages = [list(old[parent]) if parent < B else [] for parent in parents]
@@ -148,6 +155,8 @@ class Model:
                 self.trim(step.lengths)
             case "fork":
                 self.fork(step.source, step.target)
+            case "attach":
+                self.attach(step.source, step.target, step.lengths)
             case "reorder":
                 self.reorder(step.parents)
             case "pin":
@@ -223,6 +232,17 @@ def fork(state, step):
 
 
 @mapping
+def attach(state, step):
+    """The first tokens of another row, or more than it holds: a page is then none in use."""
+    table, source, wanted = state.table, step.source, step.lengths[:2]
+    pages = table.page_indices.at[source].get(mode="fill", fill_value=P)
+    held = table.lengths.at[source].get(mode="fill", fill_value=0)
+    target = jnp.where(source < B, step.target, B)
+    wanted = jnp.where(wanted <= held, wanted, CAPACITY)
+    return state._replace(table=table.attach(target, pages, wanted))
+
+
+@mapping
 def reorder(state, step):
     return state._replace(table=state.table.reorder(step.parents))
 
@@ -246,6 +266,7 @@ OPERATIONS = (
     decode,
     reserve,
     fork,
+    attach,
     make_writable,
     release,
     reorder,
