@@ -125,6 +125,8 @@ def _retention(written: str) -> str:
 
 def _budget(written: str) -> int | float:
     value = number(written)
+    if not 0 < value < 2**31:
+        raise ValueError("a number of tokens, or a share of the prompt (0.5), is wanted")
     return int(value) if value == int(value) and "." not in written else value
 
 
@@ -141,7 +143,7 @@ _AXES = {
     "placement": Flag(
         choice(*PLACEMENTS), "NAME", f"where keys and values lie: {', '.join(PLACEMENTS)}"
     ),
-    "page_size": Flag(whole(1), "N", "tokens a page, with placement paged"),
+    "page_size": Flag(whole(1), "N", "tokens a page, with placement paged; 16"),
     "window": Flag(whole(1), "N", "positions that a query sees, with placement ring"),
     "storage": Flag(choice(*STORAGES), "FORM", f"of keys and values: {', '.join(STORAGES)}"),
     "group": Flag(whole(1), "N", "tokens that share a scale, with storage kivi4; 32"),
@@ -176,7 +178,6 @@ _IMPLEMENTATION = Flag(
 )
 _ONE_POINT: dict[str, Any] = {
     "placement": "paged",
-    "page_size": 16,
     "storage": "float32",
     "retention": "all",
 }

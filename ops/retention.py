@@ -43,7 +43,7 @@ class Retention:
 
     Args:
       budget: tokens that a row holds at most, the newest included; or a share of the prompt, above
-        0 and below 1, rounded down.
+        0 and below 1, rounded down, and at least one token more than `protected_tokens`.
       when: `prefill` shrinks a sequence when its prompt is complete and lets it grow again,
         `decode` keeps the prompt whole and then puts each new token in the place of one evicted,
         `both` does the two.
@@ -68,6 +68,11 @@ class Retention:
         return None
 
     @property
+    def protected_tokens(self) -> int:
+        """Tokens of a row that the policy keeps whatever they score: first ones, newest ones."""
+        return 0
+
+    @property
     def shared_safeguard(self) -> float | None:
         """`ByHead.safeguard` where the heads of a layer share their budgets; else None."""
         return None
@@ -83,7 +88,8 @@ class Retention:
     def __post_init__(self) -> None:
         """Validates."""
         share = isinstance(self.budget, float)
-        if self.budget <= 0 or (share and self.budget >= 1):
+        known = isinstance(self.budget, int | float) and not isinstance(self.budget, bool)
+        if not known or not self.budget > 0 or (share and self.budget >= 1):
             raise ValueError(
                 f"budget={self.budget} given: want a number of tokens, 1 or more, or a share of "
                 "the prompt between 0 and 1 (0.5)"
@@ -119,7 +125,7 @@ class Retention:
     def limits(self, prompt_lengths: Int[Array, "B"]) -> Int[Array, "B"]:
         """Tokens that a row of each sequence may hold, i32[B]."""
         if isinstance(self.budget, float):
-            return jnp.maximum(_share(self.budget, prompt_lengths), 1)
+            return jnp.maximum(_share(self.budget, prompt_lengths), self.protected_tokens + 1)
         return jnp.full_like(prompt_lengths, self.budget)
 
     def _require_less(self, name: str, value: int) -> None:
@@ -163,6 +169,11 @@ class Sinks(Retention):
             raise ValueError(
                 f"positions={self.positions!r} is not known; legal values: text, cache"
             )
+
+    @property
+    def protected_tokens(self) -> int:
+        """The sinks."""
+        return self.num_sinks
 
     @property
     def placed_sinks(self) -> int | None:
@@ -229,6 +240,11 @@ class H2O(ByHead):
         self._require_less("recent", self.recent)
 
     @property
+    def protected_tokens(self) -> int:
+        """The newest."""
+        return self.recent
+
+    @property
     def observes(self) -> int | None:
         """Every query."""
         return 0
@@ -266,6 +282,11 @@ class SnapKV(ByHead):
             raise ValueError(f"kernel={self.kernel} given: want an odd number of slots")
 
     @property
+    def protected_tokens(self) -> int:
+        """Those whose queries judge."""
+        return self.observation
+
+    @property
     def observes(self) -> int | None:
         """The last queries."""
         return self.observation
@@ -298,6 +319,11 @@ class Random(ByHead):
         super().__post_init__()
         self._require_less("recent", self.recent)
 
+    @property
+    def protected_tokens(self) -> int:
+        """The newest."""
+        return self.recent
+
     def score(self, evidence: Evidence) -> Float[Array, "rows S"]:
         """A uniform number for each token; the newest stay."""
         shape = evidence.positions.shape
@@ -323,6 +349,44 @@ POLICIES: dict[str, type[Retention]] = {
     "random": Random,
 }
 """The policies by the names of the command line."""
+
+
+class ScoreError(ValueError):
+    """A policy's `score` failed, or gave what is no score for each token."""
+
+
+def judged(policy: Retention, evidence: Evidence) -> Float[Array, "rows S"]:
+    """A policy's scores, as choices are made by them.
+
+    Whole numbers and booleans count as numbers. A NaN is the lowest score, as -inf is: the token
+    goes first, and still before no token at all.
+
+    Args:
+      policy: of the user's, perhaps.
+      evidence: what it judges.
+
+    Returns:
+      [rows, S] float32, above -inf.
+
+    Raises:
+      ScoreError: `score` raised, or gave another shape or complex numbers.
+    """
+    shape = evidence.positions.shape
+    try:
+        given: Any = policy.score(evidence)
+    except Exception as error:
+        raise ScoreError(
+            f"retention={policy.name}: score() raised {type(error).__name__}: {error}"
+        ) from error
+    got = f"{getattr(given, 'dtype', type(given).__name__)}{list(getattr(given, 'shape', ()))}"
+    if getattr(given, "shape", None) != shape or jnp.iscomplexobj(given):
+        raise ScoreError(
+            f"retention={policy.name}: score() gave {got}; want a number for each slot of the "
+            f"evidence, float32{list(shape)} here"
+        )
+    scores = jnp.asarray(given).astype(jnp.float32)
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    return jnp.maximum(scores, jnp.finfo(jnp.float32).min)
 
 
 def kept_tokens(

@@ -50,10 +50,10 @@ class Paged:
 
     def __post_init__(self) -> None:
         """Validates the page size."""
-        if self.page_size < 1:
+        if not _is_whole(self.page_size) or self.page_size < 1:
             raise ValueError(
-                f"page_size={self.page_size} given: a page holds at least one token; "
-                "use page_size=1 or more (16 is the usual choice)"
+                f"page_size={self.page_size} given: a page holds a whole number of tokens, at "
+                "least one; use page_size=1 or more (16 is the usual choice)"
             )
 
     def __str__(self) -> str:
@@ -79,14 +79,20 @@ class Ring:
 
     def __post_init__(self) -> None:
         """Validates the window."""
-        if self.window < 1:
-            raise ValueError(f"window={self.window} given: a ring holds 1 position or more")
+        if not _is_whole(self.window) or self.window < 1:
+            raise ValueError(
+                f"window={self.window} given: a ring holds a whole number of positions, 1 or more"
+            )
 
     def __str__(self) -> str:
         return f"ring:{self.window}"
 
 
 Placement = Recompute | Contiguous | Paged | Ring
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def parse_placement(name: str, page_size: int, window: int | None = None) -> Placement:
@@ -137,7 +143,7 @@ class Kivi4:
         """Validates the sizes."""
         if self.group not in (2, 4, 8, 16, 32, 64):  # divides the read block
             raise ValueError(f"group={self.group} given: legal values: 2, 4, 8, 16, 32, 64")
-        if self.residual < 0:
+        if not _is_whole(self.residual) or self.residual < 0:
             raise ValueError(f"residual={self.residual} given: want 0 tokens or more")
 
     def __str__(self) -> str:
@@ -172,6 +178,7 @@ class CacheSpec:
     def __post_init__(self) -> None:
         """Validates the combination."""
         placement, storage = self.placement, self.storage
+        self._check_types()
         if storage == "kivi4":
             object.__setattr__(self, "storage", storage := Kivi4())
         if isinstance(storage, str) and storage not in STORAGES:
@@ -183,25 +190,45 @@ class CacheSpec:
                 f"placement=recompute stores no keys or values, so storage={storage} means "
                 "nothing there; use storage=float32, or placement=contiguous"
             )
+        if self.retention is not None and isinstance(placement, Recompute | Ring):
+            reason = "stores nothing to evict" if placement == Recompute() else "evicts by itself"
+            raise ValueError(
+                f"placement={placement} {reason}, so retention={self.retention} means nothing "
+                "there; use retention=all, or placement=paged"
+            )
+        if isinstance(storage, Kivi4) and self.retention is not None:
+            raise ValueError(
+                f"retention={self.retention} evicts single tokens, and storage={storage} keeps "
+                f"keys in groups of {storage.group}; use storage=int4, or retention=all"
+            )
         page_size = placement.page_size if isinstance(placement, Paged) else 0
         if isinstance(storage, Kivi4) and page_size % storage.group:
             raise ValueError(
                 f"storage={storage} closes groups of {storage.group} tokens, and page_size="
                 f"{page_size} is no multiple of that; use page_size={storage.group}"
             )
+
+    def _check_types(self) -> None:
+        """Refuses names where specs are wanted, and policies that are no static values."""
+        if not isinstance(self.placement, Placement):
+            raise ValueError(
+                f"placement={self.placement!r} is no placement; use parse_placement, or Paged(16), "
+                "Contiguous(), Ring(256), Recompute()"
+            )
         if self.retention is None:
             return
-        if isinstance(placement, Recompute | Ring):
-            reason = "stores nothing to evict" if placement == Recompute() else "evicts by itself"
+        if not hasattr(self.retention, "score"):
             raise ValueError(
-                f"placement={placement} {reason}, so retention={self.retention} means nothing "
-                "there; use retention=all, or placement=paged"
+                f"retention={self.retention!r} is no policy; use None, or one of "
+                "kvlab.ops.retention, as Sinks(256)"
             )
-        if isinstance(storage, Kivi4):
+        try:
+            hash(self.retention)
+        except TypeError as error:
             raise ValueError(
-                f"retention={self.retention} evicts single tokens, and storage={storage} keeps "
-                f"keys in groups of {storage.group}; use storage=int4, or retention=all"
-            )
+                f"retention={self.retention.name} cannot be part of a compiled program ({error}); "
+                "its fields must be hashable: tuples, not lists or arrays"
+            ) from None
 
     @property
     def evicts(self) -> bool:

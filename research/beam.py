@@ -13,7 +13,6 @@ another penalty and prunes.)
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -24,6 +23,7 @@ from kvlab.research.generation import FinishReason, check_prompts
 from kvlab.research.prompts import Prompt
 from kvlab.research.session import Session
 
+_MAX_PENALTY = 40  # a million tokens to that power are a float64 still
 Candidate = tuple[float, int, int]  # log-probability with the token; the beam it continues; token
 
 
@@ -58,7 +58,8 @@ class BeamOptions:
         """Validates every field."""
         self._require(self.num_beams >= 1, "num_beams", "1 or more")
         self._require(self.max_tokens >= 1, "max_tokens", "1 or more")
-        self._require(math.isfinite(self.length_penalty), "length_penalty", "a finite number")
+        bounded = abs(self.length_penalty) <= _MAX_PENALTY  # which a NaN is not
+        self._require(bounded, "length_penalty", f"from {-_MAX_PENALTY} to {_MAX_PENALTY}")
         known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         self._require(known, "early_stopping", "True, False or 'never'")
         within = 1 <= self.num_return <= self.num_beams

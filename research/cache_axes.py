@@ -30,6 +30,7 @@ SPEC_CLASSES = (CacheSpec, Paged, Contiguous, Recompute, Ring, Kivi4, *POLICIES.
 
 _AXES = ("placement", "storage", "retention")
 _NEEDED_BY = {"page_size": "placement=paged", "window": "placement=ring"}
+_NEEDED_BY |= dict.fromkeys(("storage", "retention"), "a placement that stores keys and values")
 _NEEDED_BY |= {"group": "storage=kivi4", "residual": "storage=kivi4"}
 
 
@@ -42,7 +43,8 @@ def cache_specs(axes: Mapping[str, Sequence[Any]]) -> list[CacheSpec]:
         absent has its default: paged, float32, all.
 
     Returns:
-      The points. `recompute` stores nothing, so it is one point whatever the other axes are.
+      The points. `recompute` stores nothing, so beside other placements it is one point whatever
+      the other axes are.
 
     Raises:
       ValueError: an unknown name, an impossible value or combination, or a parameter that no point
@@ -77,7 +79,12 @@ def cache_specs(axes: Mapping[str, Sequence[Any]]) -> list[CacheSpec]:
         else:
             fields = [field.name for field in dataclasses.fields(policy) if field.name != "seed"]
             policies += [policy(**chosen) for chosen in choices(fields)]
-    for name in given.keys() - used - {*_AXES, "page_size"}:
+    if all(placement == Recompute() for placement in placements):
+        idle = {"storage": ("float32",), "retention": ("all",)}
+        used |= {"placement"} | {name for name in idle if given.get(name, idle[name]) == idle[name]}
+    else:
+        used |= {*_AXES}
+    for name in given.keys() - used:
         user = _NEEDED_BY.get(name) or _policy_with(name)
         raise ValueError(f"{name}={given[name][0]} given, but no point uses it; it needs {user}")
     points = [

@@ -65,7 +65,7 @@ def read_texts(files: Sequence[TextFile]) -> dict[str, str]:
       files: the user's; none are the project's texts, by language.
 
     Raises:
-      ValueError: as `TextFile.read`, or two files of one name.
+      ValueError: as `TextFile.read`, two files of one name, or an empty one.
     """
     if not files:
         folder = importlib.resources.files("kvlab.research") / "texts"
@@ -75,6 +75,8 @@ def read_texts(files: Sequence[TextFile]) -> dict[str, str]:
         if file.name in texts:
             raise ValueError(f"two texts are named {file.name!r}; rename one file, {file.path}")
         texts[file.name] = file.read()
+        if not texts[file.name].strip():
+            raise ValueError(f"text {file.path} is empty: there is nothing to score in it")
     return texts
 
 

@@ -50,17 +50,16 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         """Validates, and spells the specs out per layer with their tables."""
         for field in ("slots", "max_length", "rows", "chunk", "decode_steps"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} given; it must be 1 or more")
-        if self.num_pages is not None and self.num_pages < 1:
-            raise ValueError(f"num_pages={self.num_pages} given; it must be 1 or more, or None")
+            _require_whole(field, getattr(self, field))
+        if self.num_pages is not None:
+            _require_whole("num_pages", self.num_pages)
         given = self.specs
         specs = (given,) * self.model.num_layers if isinstance(given, CacheSpec) else given
         if self.max_length > self.model.max_length and not all(map(_streams, specs)):
             raise ValueError(
                 f"max_length={self.max_length} is past the model's context of "
                 f"{self.model.max_length} tokens; use {self.model.max_length} or less, or "
-                "retention=sinks with positions=cache on every layer"
+                "retention=sinks with positions=cache and when=decode or both on every layer"
             )
         if len(specs) != self.model.num_layers:
             raise ValueError(
@@ -138,6 +137,11 @@ class InferenceConfig:
     def init_logits(self) -> jax.Array:
         """Zeros [B, V] float32, to be filled by prefill."""
         return jnp.zeros((self.slots, self.model.vocab_size), jnp.float32)
+
+
+def _require_whole(field: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{field}={value!r} given; it must be a whole number, 1 or more")
 
 
 def _turns_by_place(spec: CacheSpec) -> bool:

@@ -121,11 +121,14 @@ def npz_writer(path: str | os.PathLike[str]) -> Iterator[Callable[[str, np.ndarr
       A function that adds an array under a name.
 
     Raises:
-      OSError: the file cannot be written.
+      OSError: the file cannot be written, or is a device or pipe.
     """
     target = pathlib.Path(path)
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder; give the path of a file")
+    if target.exists() and not target.is_file():
+        raise OSError(f"{target} is no regular file, and would be replaced; give another path")
+    target = target.resolve()  # what a link points to is written, and the link stays
     try:
         descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     except OSError as error:

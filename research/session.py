@@ -180,8 +180,10 @@ class Session:
             self._check_slot(slot)
             if lengths[slot] == 0:
                 raise ValueError(f"slot {slot} is empty; prefill a prompt there first")
-            if limit < 0:
-                raise ValueError(f"limit {limit} for slot {slot} is negative; use 0 or more")
+            if not isinstance(limit, int | np.integer) or limit < 0:
+                raise ValueError(
+                    f"limit {limit!r} for slot {slot} is no number of tokens; use 0, 1, 2, ..."
+                )
         idle = [slot for slot in forced or {} if slot not in limits]
         if idle:
             raise ValueError(f"forced tokens for slots {idle}, but only {list(limits)} decode")
@@ -288,7 +290,13 @@ class Session:
             )
 
     def release(self, slots: Sequence[int] | None = None) -> None:
-        """Empties sequences (all of them by default); their pages are free at once."""
+        """Empties sequences (all of them by default); their pages are free at once.
+
+        Raises:
+          ValueError: an unknown slot.
+        """
+        for slot in slots or ():
+            self._check_slot(slot)
         held = np.flatnonzero(self.lengths)
         chosen = held if slots is None else [slot for slot in slots if slot in held]
         mask = np.zeros(self.config.slots, bool)
@@ -308,8 +316,11 @@ class Session:
         self.compile_s += compilations.seconds
 
     def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.config.slots:
-            raise ValueError(f"slot {slot} does not exist; slots are 0 to {self.config.slots - 1}")
+        whole = isinstance(slot, int | np.integer) and not isinstance(slot, bool)
+        if not whole or not 0 <= slot < self.config.slots:
+            raise ValueError(
+                f"slot {slot!r} does not exist; slots are 0 to {self.config.slots - 1}"
+            )
 
     def _checked(self, slot: int, ids: TokenIds) -> np.ndarray:
         """The ids as int32, or a ValueError that says what is wrong with this prompt."""
@@ -339,6 +350,8 @@ class Session:
                 f"the ids for slot {slot} must be a list of whole numbers; got shape "
                 f"{array.shape}, dtype {array.dtype}"
             )
+        if array.dtype.kind == "O" and not all(isinstance(one, int | np.integer) for one in array):
+            raise ValueError(f"the ids for slot {slot} must all be whole numbers; got {ids!r}")
         vocab_size = self.config.model.vocab_size
         wrong = array[(array < 0) | (array >= vocab_size)]
         if wrong.size:

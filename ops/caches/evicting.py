@@ -21,7 +21,7 @@ from kvlab.ops.caches.protocol import Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
 from kvlab.ops.caches.token_slots import TokenSlots
 from kvlab.ops.evicting_table import EvictingTable, rows_of
-from kvlab.ops.retention import Evidence, Retention, kept_tokens, victims
+from kvlab.ops.retention import Evidence, Retention, judged, kept_tokens, victims
 from kvlab.ops.rope import Rope, attention_factor, rotation
 from kvlab.ops.storage import decode, encode
 
@@ -81,7 +81,7 @@ class EvictingCache:
         if step.slots is None and self.policy.when != "prefill":
             most = self._most_tokens(table)
             evidence = self._evidence(step, table, step.positions[:, -1], most, options)
-            scores = self.policy.score(evidence)
+            scores = judged(self.policy, evidence)
             victim = victims(scores, evidence.positions, evidence.stored)
             indices = jnp.where(table.replaces, victim, indices[:, -1])[:, None]
         slots = self.inner.slots(step, table.table, indices)
@@ -216,7 +216,7 @@ class EvictingCache:
         next_positions = table.of_rows(next_positions)
         evidence = self._evidence(step, table, next_positions, None, options)
         keep = kept_tokens(
-            self.policy.score(evidence),
+            judged(self.policy, evidence),
             evidence.positions,
             evidence.stored,
             limits,

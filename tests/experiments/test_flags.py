@@ -52,7 +52,7 @@ def test_axes_of_a_sweep_are_lists_that_are_none_until_given():
     [
         ([], CacheSpec(Paged(16))),
         (["--page_size=3", "--storage=bfloat16"], CacheSpec(Paged(3), "bfloat16")),
-        (["--placement=contiguous", "--page_size=3"], CacheSpec(Contiguous())),
+        (["--placement=contiguous"], CacheSpec(Contiguous())),
         (["--placement=recompute"], CacheSpec(Recompute())),
         (["--placement=ring", "--window=37"], CacheSpec(Ring(37))),
         (["--storage=kivi4", "--group=8", "--residual=5"], CacheSpec(Paged(16), Kivi4(8, 5))),

@@ -4,7 +4,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvlab.ops.retention import H2O, Evidence, Random, Retention, Window, kept_tokens, victims
+from kvlab.ops.retention import (
+    H2O,
+    Evidence,
+    Random,
+    Retention,
+    ScoreError,
+    Sinks,
+    SnapKV,
+    Window,
+    judged,
+    kept_tokens,
+    victims,
+)
 
 ROWS, S = 6, 13
 
@@ -103,3 +115,72 @@ def test_lots_are_fair_and_depend_on_seed_layer_head_and_position_alone():
 def test_a_policy_without_a_score_says_so():
     with pytest.raises(NotImplementedError, match="Retention defines no score"):
         lots(Retention(8), width=7)
+
+
+class Scored(Retention):
+    """A policy of a user: what `give` makes of the positions."""
+
+    give = None
+
+    def score(self, evidence):
+        return type(self).give(evidence.positions)
+
+
+def scored(monkeypatch, give):
+    monkeypatch.setattr(Scored, "give", staticmethod(give))
+    positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (ROWS, S))
+    none = jnp.zeros(ROWS, jnp.int32)
+    stored = positions < 9
+    mass = jnp.zeros((ROWS, S), jnp.float32)
+    evidence = Evidence(positions, stored, none + 9, mass, none, none[0])
+    return judged(Scored(4), evidence), positions, stored
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float16, jnp.bfloat16, jnp.float32])
+def test_scores_of_any_real_type_choose_alike(dtype, monkeypatch):
+    scores, positions, stored = scored(monkeypatch, lambda places: places.astype(dtype))
+    assert scores.dtype == jnp.float32
+    assert victims(scores, positions, stored).tolist() == [0] * ROWS
+    kept = kept_tokens(scores, positions, stored, jnp.full(ROWS, 4, jnp.int32))
+    assert np.flatnonzero(kept[0]).tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("low", [-np.inf, np.nan])
+def test_the_lowest_scores_of_all_still_go_before_no_token(low, monkeypatch):
+    """A budget is filled, whatever the scores, and whatever slots are empty."""
+    give = lambda places: jnp.where(places % 3 == 0, places.astype(jnp.float32), low)  # noqa: E731
+    scores, positions, stored = scored(monkeypatch, give)
+    kept = kept_tokens(scores, positions, stored, jnp.full(ROWS, 5, jnp.int32))
+    assert np.flatnonzero(kept[0]).tolist() == [0, 1, 2, 3, 6]  # of equals the older
+    assert victims(scores, positions, stored).tolist() == [8] * ROWS
+
+
+@pytest.mark.parametrize(
+    ("give", "got"),
+    [
+        (lambda places: None, "gave NoneType"),
+        (lambda places: [0.0], "gave list"),
+        (lambda places: jnp.zeros(3), r"gave float32\[3\]"),
+        (lambda places: jnp.zeros((1, S)), rf"gave float32\[1, {S}\]"),
+        (lambda places: places.astype(jnp.complex64), rf"gave complex64\[{ROWS}, {S}\]"),
+        (lambda places: places.recieved, "raised AttributeError: .*recieved"),
+    ],
+)
+def test_what_is_no_score_for_each_token_names_policy_and_shapes(give, got, monkeypatch):
+    with pytest.raises(ScoreError, match=rf"retention=.*:Scored: score\(\) {got}"):
+        scored(monkeypatch, give)
+
+
+def test_a_share_leaves_a_choice_beside_what_a_policy_always_keeps():
+    lengths = jnp.array([10, 1000], jnp.int32)
+    assert Sinks(0.01, num_sinks=4).limits(lengths).tolist() == [5, 10]
+    assert H2O(0.01, recent=32).limits(lengths).tolist() == [33, 33]
+    assert SnapKV(0.1, observation=32).limits(lengths).tolist() == [33, 100]
+    assert Random(0.01, recent=3).limits(lengths).tolist() == [4, 10]
+    assert Window(0.01).limits(lengths).tolist() == [1, 10]
+
+
+@pytest.mark.parametrize("budget", [0, -3, 1.5, float("nan"), True])
+def test_a_budget_is_tokens_or_a_share(budget):
+    with pytest.raises(ValueError, match="want a number of tokens, 1 or more, or a share"):
+        Window(budget)

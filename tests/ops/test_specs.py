@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 
 import pytest
 
@@ -63,7 +65,7 @@ def test_an_unknown_placement_lists_the_legal_ones():
 def test_a_ring_has_a_window_of_a_position_or_more():
     with pytest.raises(ValueError, match="placement=ring needs a window; give window=256"):
         parse_placement("ring", 16)
-    with pytest.raises(ValueError, match="window=0 given: a ring holds 1 position or more"):
+    with pytest.raises(ValueError, match="window=0 given: a ring holds a whole number"):
         Ring(0)
 
 
@@ -104,12 +106,12 @@ def test_every_point_is_legal_or_names_both_fields_and_a_legal_neighbour():
         name = policy
         if placement == Recompute() and storage != "float32":
             message = f"placement=recompute .* storage={storage}.* use storage=float32, or placem"
-        elif storage == "kivi4" and placement in (Paged(1), Paged(16)):
-            message = f"storage=kivi4:32:0 .* page_size={placement.page_size} .* use page_size=32"
         elif policy and placement in (Recompute(), Ring(37)):
             message = f"placement={placement} .* retention={name} .* use retention=all, or placeme"
         elif policy and storage == "kivi4":
             message = f"retention={name} .* storage=kivi4:32:0 .* use storage=int4, or retention"
+        elif storage == "kivi4" and placement in (Paged(1), Paged(16)):
+            message = f"storage=kivi4:32:0 .* page_size={placement.page_size} .* use page_size=32"
         else:
             spec = CacheSpec(placement, storage, policy)
             assert spec.storage == (Kivi4() if storage == "kivi4" else storage)
@@ -166,3 +168,31 @@ def test_recompute_beside_another_placement_names_both_and_the_way_out(other):
     for specs in itertools.permutations([CacheSpec(Recompute()), CacheSpec(other)]):
         with pytest.raises(ValueError, match=message):
             assign_tables(specs)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("Paged(2.5)", "page_size=2.5 given"),
+        ("Ring(1.5)", "window=1.5 given"),
+        ("CacheSpec('paged')", "placement='paged' is no placement; use parse_placement"),
+        ("CacheSpec(retention='window')", "retention='window' is no policy; use None, or"),
+    ],
+)
+def test_names_and_other_types_are_refused_where_specs_are_wanted(made, message):
+    """Without the type checks of tests, as a user meets them."""
+    program = f"from kvlab.ops.specs import *\ntry: {made}\nexcept ValueError as e: print(e)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert message in ran.stdout
+
+
+def test_a_policy_with_a_field_that_cannot_be_hashed_is_refused():
+    with pytest.raises(ValueError, match=r"cannot be part of .*unhashable.*; .* tuples, not lists"):
+        CacheSpec(retention=_Listed())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listed(Window):
+    weights: list = dataclasses.field(default_factory=list)

@@ -243,7 +243,9 @@ def test_a_session_in_use_is_left_as_it_is(paged):
     [
         ("num_beams", 0, "1 or more"),
         ("max_tokens", 0, "1 or more"),
-        ("length_penalty", float("inf"), "a finite number"),
+        ("length_penalty", float("inf"), "from -40 to 40"),
+        ("length_penalty", 1000.0, "from -40 to 40"),
+        ("length_penalty", float("nan"), "from -40 to 40"),
         ("early_stopping", "always", "True, False or 'never'"),
         ("early_stopping", 1, "True, False or 'never'"),
         ("num_return", 5, "from 1 to num_beams=4"),

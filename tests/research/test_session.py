@@ -289,7 +289,7 @@ def test_use_is_measured_from_the_arrays(session):
 
 def test_limits_and_forced_tokens_are_checked(session):
     session.prefill([TEXT[:4]])
-    with pytest.raises(ValueError, match="limit -1 for slot 0 is negative"):
+    with pytest.raises(ValueError, match="limit -1 for slot 0 is no number of tokens"):
         session.decode({0: -1})
     with pytest.raises(ValueError, match=r"forced tokens for slots \[1\]"):
         session.decode({0: 1}, forced={1: [3]})
