@@ -264,6 +264,35 @@ def _rows(bench: Bench, variant: Variant) -> Measured:
     return _equal_bits([(base[last], seen)], "one row a prefill call, against full calls")
 
 
+# --- against the oracle, of what rounds ---
+
+
+def stored(most_kl: float) -> Property:
+    """How far a storage is from the model without a cache, against what it may cost.
+
+    The other rows compare a variant with itself, and would not see that it is wrong throughout.
+
+    Args:
+      most_kl: nats, mean KL over all positions.
+    """
+
+    def measure(bench: Bench, variant: Variant) -> Measured:
+        kl, positions = _own_kl(bench, variant)
+        told = f"recompute: {positions} positions"
+        return Measured(kl, most_kl, "nats, mean KL", told)
+
+    return Property("storage", measure, "what is stored is rounded")
+
+
+def _own_kl(bench: Bench, variant: Variant) -> tuple[float, int]:
+    """Mean KL of a variant from the oracle on its own texts, and their positions."""
+    base = bench.base(variant).seen
+    texts = [np.append(p, seen.tokens) for p, seen in zip(bench.prompts, base, strict=True)]
+    oracle = np.concatenate([bench.logits(bench.oracle(None, text)) for text in texts])
+    own = np.concatenate([_all_logits(bench, seen) for seen in base])
+    return mean_kl(oracle, own), len(own)
+
+
 BATCH = Property("batch composition", _batch)
 SLOT = Property("slot", _slot)
 PAGES = Property("pages and their past", _pages)
@@ -301,11 +330,7 @@ def _bounded(bench: Bench, variant: Variant, others: Sequence[Seen], compared: s
     if variant.is_continuous:
         worst = largest(list(map(relative_difference, reference, logits)))
         return Measured(worst, FLOAT32_BOUND, "of the largest logit", compared)
-    texts = [
-        np.append(prompt, seen.tokens) for prompt, seen in zip(bench.prompts, base, strict=True)
-    ]
-    oracle = np.concatenate([bench.logits(bench.oracle(None, text)) for text in texts])
-    own = mean_kl(oracle, np.concatenate(reference))
+    own, _ = _own_kl(bench, variant)
     kl = mean_kl(np.concatenate(reference), np.concatenate(logits))
     told = f"{compared}; own KL from the oracle {significant(own)}"
     return Measured(kl, KL_BOUND * own, "nats, mean KL", told)

@@ -1,10 +1,13 @@
 """Rings that wrap: the model's own windows, over texts far longer than a ring."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Ring
 from kvlab.research.cache import unwrapped
+from kvlab.research.session import Session
 
 # Windows 13, none and 71 in a context of 139: the rings have 64 and 128 slots.
 LAYERS = (CacheSpec(Ring(13)), CacheSpec(Paged(8)), CacheSpec(Ring(71)))
@@ -23,6 +26,18 @@ def test_a_wrapped_ring_gives_the_logits_of_the_whole_text(tiny):
         expected = whole[row][len(prompts[slot]) - 1 :]
         difference = np.abs(trace.logits[:, slot] - expected).max()
         assert difference <= 1e-4 * np.abs(expected).max()
+
+
+def test_the_chunk_counts_where_the_window_alone_would_fit_fewer_slots(tiny):
+    """A window of 60 and a chunk of 17 need 76 slots, so 128 and not 64."""
+    model = dataclasses.replace(tiny.model("mixed"), windows=(13, None, 60))
+    session = tiny.session("mixed", (CacheSpec(Ring(13)), CacheSpec(Paged(8)), CacheSpec(Ring(60))))
+    config = dataclasses.replace(tiny.config("mixed", Contiguous()), model=model)
+    full = Session(tiny.params("mixed"), config)
+    text = {1: tiny.prompt(120)}
+    got, expected = session.prefill(text)[1], full.prefill(text)[1]
+    assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert session.cache.layers[2].capacity == 128
 
 
 def test_a_ring_holds_its_window_and_a_chunk_and_no_more(tiny):
