@@ -11,8 +11,8 @@ Every point has decode and prefill speed and the cache's measured bytes; quality
 attention x cache, by one prefill of each text. Where a point has a retention, all points are scored
 on windows of the texts instead: a prompt is prefilled, the rest is forced through decode. Without
 --config the experiment is attention_cache; other flags change what they name, and axis flags
-replace its variants by their product. A run that was stopped goes on where it was when the same
-command runs again.
+replace its variants by their product, without what is impossible in it (which is said). A run that
+was stopped goes on where it was when the same command runs again.
 """
 
 import dataclasses
@@ -124,7 +124,10 @@ def _sweep() -> "Sweep":
         changes["quality_tokens"] = None
     axes = {name: given[name] for name in CACHE_AXES if name in given}
     if axes or "attention" in given:
-        caches = cache_specs({"placement": _DEFAULT_PLACEMENTS} | axes)
+        left_out: list[str] = []
+        caches = cache_specs({"placement": _DEFAULT_PLACEMENTS} | axes, left_out)
+        for reason in dict.fromkeys(left_out):
+            print(f"left out: {reason}", file=sys.stderr)
         changes["variants"] = cross(given.get("attention", ("mha", "gqa", "mqa")), tuple(caches))
     return dataclasses.replace(sweep, **changes)
 

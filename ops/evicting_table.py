@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kvlab.ops.page_pool import rank_among_equals
+from kvlab.ops.page_pool import forbid, rank_among_equals
 from kvlab.ops.page_table import CopyPlan, PageTable
 from kvlab.ops.row_table import RowTable
 
@@ -42,6 +42,8 @@ class EvictingTable:
     def init(cls, table: PageTable | RowTable, heads: int) -> "EvictingTable":
         """Wraps an empty table of B * heads rows."""
         rows = table.lengths.shape
+        if isinstance(table, PageTable):
+            table = dataclasses.replace(table, heads=heads)
         return cls(table, jnp.full(rows, UNLIMITED, jnp.int32), jnp.zeros(rows, bool), heads)
 
     @property
@@ -101,6 +103,12 @@ class EvictingTable:
     def release(self, mask: jax.Array) -> "EvictingTable":
         """Empties the sequences of `mask` bool[B]."""
         rows = self.of_rows(mask)
+        forbid(
+            mask & jnp.all(self.lengths.reshape(-1, self.heads) == 0, axis=1),
+            "sequence {sequence} is released twice: none of its rows holds a token; release "
+            "sequences that hold some",
+            sequence=jnp.arange(mask.shape[0], dtype=jnp.int32),
+        )
         table = self.table.release(rows & (self.lengths > 0))
         return dataclasses.replace(
             self, table=table, limits=jnp.where(rows, UNLIMITED, self.limits)

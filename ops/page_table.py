@@ -67,6 +67,7 @@ class PageTable:
       free_pages: `[P] int32`, the stack; what lies at and above `num_free` means nothing.
       num_free: `[] int32`, height of the stack.
       page_size: tokens in a page (static).
+      heads: rows that belong to one sequence (static): messages name the sequence.
     """
 
     # JAX rebuilds pytrees with other leaves (stacked by scan, abstract, NumPy), and jaxtyping would
@@ -79,6 +80,7 @@ class PageTable:
     free_pages: Int32[Array, "P"]
     num_free: Int32[Array, ""]
     page_size: int = dataclasses.field(metadata={"static": True})
+    heads: int = dataclasses.field(default=1, metadata={"static": True})
 
     @classmethod
     def init(
@@ -174,7 +176,7 @@ class PageTable:
         forbid(
             stored & ~known,
             f"sequence {{sequence}} maps page {{page}}, want a page in [0, {self.num_pages})",
-            sequence=self._row_numbers[:, None],
+            sequence=self._sequences[:, None],
             page=pages,
         )
         slots = pages * self.page_size + indices % self.page_size
@@ -209,12 +211,13 @@ class PageTable:
             raise ValueError(f"max_tokens={max_tokens}: want at least 1, the most a row may add")
         room = self.capacity - self.lengths
         held = self._num_pages_for(self.lengths)
+        self._forbid_bad_pages(held)
         forbid(
             (wanted < 0) | (wanted > limit) | (wanted > room),
             f"sequence {{sequence}} maps {{held}} of at most {self.pages_per_sequence} pages (from "
             f"page {{page}} on) and wants {{wanted}} more tokens: want 0 to {limit} a call, and "
             "{room} fit",
-            sequence=self._row_numbers,
+            sequence=self._sequences,
             held=held,
             page=self.page_indices[:, 0],
             wanted=wanted,
@@ -300,7 +303,7 @@ class PageTable:
             mask & (self.lengths == 0),
             "sequence {sequence} is released twice: it maps no page (its first entry is page "
             f"{{page}}, and {self.num_pages} is unmapped); release rows that hold tokens",
-            sequence=self._row_numbers,
+            sequence=self._sequences,
             page=self.page_indices[:, 0],
         )
         return self._shorten(jnp.where(mask, 0, self.lengths))
@@ -320,7 +323,7 @@ class PageTable:
             (lengths < 0) | (lengths > self.lengths),
             "sequence {sequence} (from page {page} on) holds {held} tokens and cannot be trimmed "
             "to {wanted}",
-            sequence=self._row_numbers,
+            sequence=self._sequences,
             page=self.page_indices[:, 0],
             held=self.lengths,
             wanted=lengths,
@@ -349,7 +352,7 @@ class PageTable:
             unused,
             wrong,
             "sequence {source} cannot be forked",
-            source=source,
+            source=source // self.heads,
         )
 
     def attach(
@@ -394,7 +397,7 @@ class PageTable:
             "page {bad} cannot be attached to sequence {target}: it is free, or not in "
             f"[0, {self.num_pages})",
             bad=first_free,
-            target=target,
+            target=target // self.heads,
         )
         wrong = bad_length | jnp.any(free, axis=1)
         return self._map_onto(
@@ -423,9 +426,9 @@ class PageTable:
             wrong,
             "sequence {sequence} (from page {page} on) has parent {parent}: want a row in "
             f"[0, {self.num_sequences}]",
-            sequence=self._row_numbers,
+            sequence=self._sequences,
             page=self.page_indices[:, 0],
-            parent=parents,
+            parent=parents // self.heads,
         )
         pages, lengths = self._gather_rows(jnp.where(wrong, self.num_sequences, parents))
         # New references first: a page that only changes hands must not pass through the stack.
@@ -480,6 +483,23 @@ class PageTable:
         pages, lengths = self._gather_rows(slots)
         return dataclasses.replace(self, page_indices=pages, lengths=lengths - later)
 
+    def _forbid_bad_pages(self, held: Int32[Array, "B"]) -> None:
+        """Under checkify, raises about a page that a row maps and that is none in use."""
+        columns = jnp.arange(self.pages_per_sequence, dtype=jnp.int32)[None, :]
+        free = count_references(self.ref_counts, self.page_indices) == 0
+        forbid(
+            (columns < held[:, None]) & free,
+            "sequence {sequence} maps page {page}, which is free, or not in "
+            f"[0, {self.num_pages}): what lies there is not its own",
+            sequence=self._sequences[:, None],
+            page=self.page_indices,
+        )
+
+    @property
+    def _sequences(self) -> Int32[Array, "B"]:
+        """The sequence of each row."""
+        return self._row_numbers // self.heads
+
     @property
     def _row_numbers(self) -> Int32[Array, "B"]:
         return jnp.arange(self.num_sequences, dtype=jnp.int32)
@@ -520,7 +540,7 @@ class PageTable:
             wrong | ~known | repeated | (held > 0),
             what + " to sequence {target}, which holds {held} tokens from page {page} on: want "
             f"distinct empty rows in [0, {self.num_sequences}]",
-            target=target,
+            target=target // self.heads,
             held=held,
             page=old_pages[:, 0],
             **values,

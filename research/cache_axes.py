@@ -6,12 +6,13 @@ point does not use is no part of it, and equal points come once.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kvlab.ops.retention import POLICIES, Retention
 from kvlab.ops.specs import (
@@ -25,6 +26,8 @@ from kvlab.ops.specs import (
     parse_placement,
 )
 
+_T = TypeVar("_T")
+
 SPEC_CLASSES = (CacheSpec, Paged, Contiguous, Recompute, Ring, Kivi4, *POLICIES.values())
 """What a manifest may name as the type of a part of a spec."""
 
@@ -34,13 +37,17 @@ _NEEDED_BY |= dict.fromkeys(("storage", "retention"), "a placement that stores k
 _NEEDED_BY |= {"group": "storage=kivi4", "residual": "storage=kivi4"}
 
 
-def cache_specs(axes: Mapping[str, Sequence[Any]]) -> list[CacheSpec]:
+def cache_specs(
+    axes: Mapping[str, Sequence[Any]], left_out: list[str] | None = None
+) -> list[CacheSpec]:
     """The product of the cache axes, in the order given.
 
     Args:
       axes: values by name: `placement`, `storage`, `retention` (names), and any parameter of
         theirs (`page_size`, `window`, `group`, `residual`, and the fields of policies). What is
         absent has its default: paged, float32, all.
+      left_out: takes the reason of every impossible combination of a product, which is then no
+        point of it; None lets the first one raise.
 
     Returns:
       The points. `recompute` stores nothing, so beside other placements it is one point whatever
@@ -71,14 +78,7 @@ def cache_specs(axes: Mapping[str, Sequence[Any]]) -> list[CacheSpec]:
             storages += [Kivi4(**chosen) for chosen in choices(("group", "residual"))]
         else:
             storages.append(name)
-    policies: list[Retention | None] = []
-    for name in given.get("retention", ("all",)):
-        policy = load_policy(name)
-        if policy is None:
-            policies.append(None)
-        else:
-            fields = [field.name for field in dataclasses.fields(policy) if field.name != "seed"]
-            policies += [policy(**chosen) for chosen in choices(fields)]
+    policies = _policies(given.get("retention", ("all",)), choices, left_out)
     if all(placement == Recompute() for placement in placements):
         idle = {"storage": ("float32",), "retention": ("all",)}
         used |= {"placement"} | {name for name in idle if given.get(name, idle[name]) == idle[name]}
@@ -87,11 +87,42 @@ def cache_specs(axes: Mapping[str, Sequence[Any]]) -> list[CacheSpec]:
     for name in given.keys() - used:
         user = _NEEDED_BY.get(name) or _policy_with(name)
         raise ValueError(f"{name}={given[name][0]} given, but no point uses it; it needs {user}")
-    points = [
-        CacheSpec(placement) if placement == Recompute() else CacheSpec(placement, storage, policy)
-        for placement, storage, policy in itertools.product(placements, storages, policies)
-    ]
+    points: list[CacheSpec] = []
+    for point in itertools.product(placements, storages, policies):
+        arguments = point[:1] if point[0] == Recompute() else point
+        points += _possible(functools.partial(CacheSpec, *arguments), left_out)
+    if not points and left_out:
+        raise ValueError(left_out[0])
     return list(dict.fromkeys(points))
+
+
+def _policies(
+    names: Sequence[str],
+    choices: Callable[[Sequence[str]], Iterator[dict[str, Any]]],
+    left_out: list[str] | None,
+) -> list[Retention | None]:
+    """The policies of these names, with every choice of their parameters."""
+    policies: list[Retention | None] = []
+    for name in names:
+        policy = load_policy(name)
+        if policy is None:
+            policies.append(None)
+            continue
+        fields = [field.name for field in dataclasses.fields(policy) if field.name != "seed"]
+        for chosen in choices(fields):
+            policies += _possible(functools.partial(policy, **chosen), left_out)
+    return policies
+
+
+def _possible(make: Callable[[], _T], left_out: list[str] | None) -> list[_T]:
+    """What was made, or nothing where that is impossible, with the reason in `left_out`."""
+    try:
+        return [make()]
+    except ValueError as error:
+        if left_out is None:
+            raise
+        left_out.append(str(error))
+        return []
 
 
 def _policy_with(parameter: str) -> str:

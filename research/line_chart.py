@@ -19,6 +19,7 @@ from kvlab.research.chart_style import (
 _PANEL_INCHES = 3.6
 _LEGEND_LINE_INCHES = 0.19
 _LEGEND_COLUMNS = 2
+_LONG_LABEL = 55  # characters: two of them fill the width
 _DASHES = ("-", "--", ":", "-.")
 
 
@@ -64,7 +65,8 @@ def draw_lines(panels: Sequence[LinePanel]) -> bytes:
       The chart as PNG.
     """
     labels = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
-    rows = -(-len(labels) // _LEGEND_COLUMNS)
+    columns = _LEGEND_COLUMNS if max(map(len, labels)) <= _LONG_LABEL else 1
+    rows = -(-len(labels) // columns)
     figure = new_figure(_PANEL_INCHES * len(panels) + _LEGEND_LINE_INCHES * rows + 0.3)
     handles: dict[str, Line2D] = {}
     for axes, panel in zip(
@@ -99,7 +101,7 @@ def draw_lines(panels: Sequence[LinePanel]) -> bytes:
         handles=[handles[label] for label in labels],
         labels=labels,
         loc="outside lower center",
-        ncols=_LEGEND_COLUMNS,
+        ncols=columns,
         fontsize=8.5,
         frameon=False,
     )

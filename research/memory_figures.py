@@ -4,6 +4,7 @@ Both need rows whose quality was scored on windows (`kvlab.research.forced_scori
 bytes that sequences take were measured beside the scores.
 """
 
+from kvlab.research.chart_style import COLOURS
 from kvlab.research.grouping import Points, Variant, combined_label
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
 from kvlab.research.tables import language_name, quality_metrics, quality_parts
@@ -67,7 +68,7 @@ def _curves(points: Points, metric: str) -> tuple[Line, ...]:
     if len(curves) == len(levels):
         return ()  # nothing evicts
     return tuple(
-        Line(labels[key], index, tuple(sorted(marks)), level=key in levels)
+        Line(labels[key], index, tuple(sorted(marks)), index // len(COLOURS), key in levels)
         for index, (key, marks) in enumerate(curves.items())
     )
 
@@ -92,13 +93,11 @@ def memory_over_length(points: Points) -> tuple[str, bytes] | None:
             same.setdefault(curve, []).append(points.variant_of(row))
     if not same:
         return None
-    kinds: dict[str, int] = {}  # curves of each policy so far
     lines = []
-    for curve, variants in same.items():
-        kind = str(variants[0].settings.get("retention", ""))
-        dash = kinds[kind] = kinds.get(kind, -1) + 1
+    for number, (curve, variants) in enumerate(same.items()):
         label = combined_label(list(dict.fromkeys(variants)))
-        lines.append(Line(label, list(kinds).index(kind), curve, dash))
+        dash, colour = divmod(number, len(COLOURS))
+        lines.append(Line(label, colour, curve, dash))
     panel = LinePanel(
         "Memory against generated length",
         "tokens of text, prompt and continuation",

@@ -270,7 +270,7 @@ def _rows(bench: Bench, variant: Variant) -> Measured:
 def stored(most_kl: float) -> Property:
     """How far a storage is from the model without a cache, against what it may cost.
 
-    The other rows compare a variant with itself, and would not see that it is wrong throughout.
+    The other rows compare a variant with itself: what is wrong throughout they would not see.
 
     Args:
       most_kl: nats, mean KL over all positions.
@@ -278,8 +278,7 @@ def stored(most_kl: float) -> Property:
 
     def measure(bench: Bench, variant: Variant) -> Measured:
         kl, positions = _own_kl(bench, variant)
-        told = f"recompute: {positions} positions"
-        return Measured(kl, most_kl, "nats, mean KL", told)
+        return Measured(kl, most_kl, "nats, mean KL", f"recompute: {positions} positions")
 
     return Property("storage", measure, "what is stored is rounded")
 
@@ -324,16 +323,15 @@ def _bounded(bench: Bench, variant: Variant, others: Sequence[Seen], compared: s
     roundings of one number that have nothing in common are as far apart as the sum of what each
     is from the number, so twice the variant's own KL from the oracle is the bound.
     """
-    base = bench.base(variant).seen
-    reference = [_all_logits(bench, seen) for seen in base]
+    reference = [_all_logits(bench, seen) for seen in bench.base(variant).seen]
     logits = [_all_logits(bench, seen) for seen in others]
     if variant.is_continuous:
         worst = largest(list(map(relative_difference, reference, logits)))
         return Measured(worst, FLOAT32_BOUND, "of the largest logit", compared)
     own, _ = _own_kl(bench, variant)
     kl = mean_kl(np.concatenate(reference), np.concatenate(logits))
-    told = f"{compared}; own KL from the oracle {significant(own)}"
-    return Measured(kl, KL_BOUND * own, "nats, mean KL", told)
+    compared += f"; own KL from the oracle {significant(own)}"
+    return Measured(kl, KL_BOUND * own, "nats, mean KL", compared)
 
 
 def _all_logits(bench: Bench, seen: Seen) -> np.ndarray:
@@ -395,10 +393,8 @@ def table_text(rows: Sequence[Row]) -> str:
         }
         for row in sorted(rows, key=lambda row: list(marks).index(row.holds))
     ]
-    checked = [row for row in rows if row.holds is not None]
-    failed = sum(not row.holds for row in checked)
-    result = f"{failed} of {len(checked)} rows fail" if failed else f"all {len(checked)} rows hold"
-    left_out = len(rows) - len(checked)
-    if left_out:
-        result += f", {left_out} variants left out"
+    left_out = sum(row.holds is None for row in rows)
+    failed, checked = sum(row.holds is False for row in rows), len(rows) - left_out
+    result = f"{failed} of {checked} rows fail" if failed else f"all {checked} rows hold"
+    result += f", {left_out} variants left out" if left_out else ""
     return f"{format_table(cells, columns)}\n\n{result}"

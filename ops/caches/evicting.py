@@ -21,7 +21,8 @@ from kvlab.ops.caches.protocol import Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
 from kvlab.ops.caches.token_slots import TokenSlots
 from kvlab.ops.evicting_table import EvictingTable, rows_of
-from kvlab.ops.retention import Evidence, Retention, judged, kept_tokens, victims
+from kvlab.ops.eviction import judged, kept_tokens, victims
+from kvlab.ops.retention import Evidence, Retention
 from kvlab.ops.rope import Rope, attention_factor, rotation
 from kvlab.ops.storage import decode, encode
 

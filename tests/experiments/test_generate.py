@@ -116,7 +116,7 @@ def test_a_beam_search_gives_the_best_beam_of_each_prompt_with_its_score(kvlab):
             "--num_beams=1 with --early_stopping: it is of beam",
         ),
         (["--num_beams=5"], "num_beams=5 needs as many slots and the session has slots=4"),
-        (["--length_penalty=nan"], "length_penalty=nan given: it must be a finite number"),
+        (["--length_penalty=nan"], "length_penalty=nan given: it must be from -40 to 40"),
     ],
 )
 def test_flags_that_do_not_go_with_beams_are_named(kvlab, arguments, told):

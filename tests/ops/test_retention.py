@@ -4,19 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvlab.ops.retention import (
-    H2O,
-    Evidence,
-    Random,
-    Retention,
-    ScoreError,
-    Sinks,
-    SnapKV,
-    Window,
-    judged,
-    kept_tokens,
-    victims,
-)
+from kvlab.ops.eviction import ScoreError, judged, kept_tokens, victims
+from kvlab.ops.retention import H2O, Evidence, Random, Retention, Sinks, SnapKV, Window
 
 ROWS, S = 6, 13
 

@@ -135,3 +135,40 @@ def test_a_sweep_of_every_axis_comes_back_from_its_manifest(own_policy):
     assert settings[3]["retention"] == own_policy
     assert settings[-1]["retention"] == f"1*all+1*h2o:0.5+1*snapkv:48+1*{own_policy}:48+2*all"
     assert len({json.dumps(one) for one in settings}) == len(settings)
+
+
+def test_a_product_leaves_out_what_is_impossible_and_says_why():
+    axes = {"storage": ["int8", "kivi4"], "retention": ["all", "window", "h2o"], "budget": [32, 64]}
+    with pytest.raises(ValueError, match="recent=32 with budget=32"):
+        cache_specs(axes)
+    left_out = []
+    specs = cache_specs({**axes, "page_size": [32]}, left_out)
+    assert [f"{spec.storage} {spec.retention}" for spec in specs] == [
+        "int8 None",
+        "int8 window:32",
+        "int8 window:64",
+        "int8 h2o:64",
+        "kivi4:32:0 None",
+    ]
+    assert len(left_out) == 1 + 3
+    assert "use budget=33 or more" in left_out[0]
+    assert all("use storage=int4, or retention=all" in reason for reason in left_out[1:])
+
+
+def test_a_product_of_nothing_possible_is_refused():
+    axes = {"storage": ["kivi4"], "page_size": [32], "retention": ["window"]}
+    with pytest.raises(ValueError, match="use storage=int4, or retention=all"):
+        cache_specs(axes, [])
+
+
+@pytest.mark.parametrize(("name", "value"), [("storage", "int8"), ("retention", "h2o")])
+def test_what_recompute_alone_would_ignore_is_refused(name, value):
+    message = f"{name}={value} given, but no point uses it; it needs a placement that stores"
+    with pytest.raises(ValueError, match=message):
+        cache_specs({"placement": ["recompute"], name: [value]})
+    assert len(cache_specs({"placement": ["recompute", "paged"], name: [value]})) == 2
+
+
+def test_a_page_size_that_no_point_uses_is_refused():
+    with pytest.raises(ValueError, match="page_size=8 given, but no point uses it; it needs plac"):
+        cache_specs({"placement": ["contiguous"], "page_size": [8]})

@@ -1,13 +1,12 @@
 """Random programs of prefill, decode, fork, reorder and release on real caches, against a model.
 
 The model knows texts, the pages that hold them as plain Python objects, and who shares them. It
-says what each operation must do, refusals included; nothing may leak. `KVLAB_PROGRAMS` sets how
-many programs run (200; the long mode is 2,000 and more).
+says what each operation must do, refusals included; nothing may leak. Variants that evict do so in
+prefill and decode. The long mode (`pytest -m long`) runs 2,500 programs.
 """
 
 import dataclasses
 import functools
-import os
 
 import hypothesis
 import hypothesis.strategies as st
@@ -18,13 +17,12 @@ import pytest
 
 from kvlab.models.decoder import Decoder
 from kvlab.ops.page_table import PageTable
-from kvlab.ops.retention import H2O, Sinks, SnapKV, Window
+from kvlab.ops.retention import H2O, Random, Sinks, SnapKV, Window
 from kvlab.ops.specs import CacheSpec, Contiguous, Kivi4, Paged, Ring
 from kvlab.research.cache import unwrapped
 from kvlab.research.inference_config import InferenceConfig
 from kvlab.research.session import Session
 
-PROGRAMS = int(os.environ.get("KVLAB_PROGRAMS", "200"))
 SLOTS, MAX_LENGTH, CHUNK, PAGES, BUDGET, WINDOW = 4, 61, 13, 11, 17, 19
 
 
@@ -49,6 +47,7 @@ VARIANTS = {
     "snapkv": Variant(
         CacheSpec(Paged(8), retention=SnapKV(BUDGET, "prefill", observation=5)), 8, exact=False
     ),
+    "random": Variant(CacheSpec(Paged(8), "int4", Random(BUDGET)), 8, exact=False),
 }
 
 
@@ -269,10 +268,9 @@ def sessions(tiny):
     return made
 
 
-def test_random_programs(sessions):
-    @hypothesis.settings(
-        max_examples=PROGRAMS, deadline=None, database=None, derandomize=PROGRAMS <= 200
-    )
+@pytest.mark.parametrize("programs", [200, pytest.param(2500, marks=pytest.mark.long)])
+def test_random_programs(programs, sessions):
+    @hypothesis.settings(max_examples=programs, deadline=None, database=None, derandomize=True)
     @hypothesis.given(
         name=st.sampled_from(sorted(VARIANTS)),
         program=st.lists(operations, min_size=1, max_size=14),
