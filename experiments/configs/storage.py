@@ -6,8 +6,8 @@ Question: what does a cache cost in quality at 16, 8 and 4 bits, and does KIVI's
 Source: KIVI (arXiv 2402.02750), section 3: keys have channels of large magnitude, values do not, so
   keys want a scale for each channel.
 Expected: bfloat16 and int8 are free (int8 within 0.3 % of perplexity, KL below 2e-3), int4 for each
-  token and head costs 20 to 45 % by the text, kivi4 under 2 %. Bytes a token: int8 a bit over 1/4 of
-  float32, int4 a bit over 1/8.
+  token and head costs 20 to 45 % by the text, kivi4 under 2 %. Bytes a token: int8 a bit over 1/4
+  of float32, int4 a bit over 1/8.
 Command: kvlab sweep --config=storage
 """
 
