@@ -333,7 +333,15 @@ def prefilled_row_by_row(session: Session, slot: int, ids: np.ndarray) -> np.nda
         tokens[-1, : len(piece)] = piece
         counts[-1], total[-1], slots[-1] = len(piece), len(ids), slot
         session.cache, session.logits, _, states = inference.prefill(
-            session.params, config, session.cache, session.logits, tokens, counts, slots, total
+            session.params,
+            config,
+            session.cache,
+            session.logits,
+            tokens,
+            counts,
+            slots,
+            total,
+            np.zeros(config.rows, bool),
         )
         hidden.append(np.asarray(states)[-1, : len(piece)])
     if config.evicts:

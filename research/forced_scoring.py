@@ -174,6 +174,7 @@ def recomputed_hidden(
             count,
             np.zeros(1, np.int32),
             prompt_length,
+            np.zeros(1, bool),
         )
         states.append(np.asarray(hidden)[0, : len(text.tokens)])
     return states

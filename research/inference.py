@@ -54,11 +54,15 @@ def prefill(
     counts: jax.Array,
     slots: jax.Array,
     prompt_lengths: jax.Array,
+    stored: jax.Array,
 ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
     """Appends pieces of text to some sequences.
 
     Rows of one sequence are pieces of its text that follow each other: every row writes before any
     reads, and reads up to its own end. So one long prompt fills all rows of a call.
+
+    A prompt that is all in the cache already (prefix reuse) still has to ask what follows it: its
+    last tokens are given again in a row that is `stored`, which reads and does not write.
 
     Args:
       params: the decoder's parameters.
@@ -69,13 +73,16 @@ def prefill(
       counts: [R] int32; a row of 0 does nothing.
       slots: [R] int32, the sequence of each row; B for a row without one.
       prompt_lengths: [R] int32, tokens of the whole prompt (the base of dynamic NTK RoPE).
+      stored: [R] bool, rows whose tokens are the last that their sequence holds; such a row is its
+        sequence's only one in the call.
 
     Returns:
       The cache; the logits [B, V], updated at `slots` with those of the last position; ok [R] bool,
       False where there was no room and the sequence is unchanged; and the hidden states
       [R, chunk, D] after the final norm, which `head` turns into logits where all are wanted.
     """
-    wanted = jnp.zeros(config.slots, jnp.int32).at[slots].add(counts, mode="drop")
+    added = jnp.where(stored, 0, counts)
+    wanted = jnp.zeros(config.slots, jnp.int32).at[slots].add(added, mode="drop")
     granted, cache = _reserve(config, cache, wanted, config.rows_per_sequence * config.chunk)
     ok = granted.at[slots].get(mode="fill", fill_value=True)
     counts = jnp.where(ok, counts, 0)
@@ -83,7 +90,7 @@ def prefill(
     earlier = jnp.sum(jnp.where(jnp.tril(same, -1), counts, 0), axis=1, dtype=jnp.int32)
     later = jnp.sum(jnp.where(jnp.triu(same, 1), counts, 0), axis=1, dtype=jnp.int32)
     held = cache.positions.at[slots].get(mode="fill", fill_value=0)
-    start = held + earlier
+    start = held + earlier - jnp.where(stored, counts, 0)
     offsets = jnp.arange(config.chunk, dtype=jnp.int32)[None]
     valid = offsets < counts[:, None]
     positions = jnp.where(valid, start[:, None] + offsets, 0)
@@ -91,10 +98,10 @@ def prefill(
     lengths = jnp.where(held == 0, prompt_lengths, known)
     cache = dataclasses.replace(
         cache,
-        positions=cache.positions.at[slots].add(counts, mode="drop"),
+        positions=cache.positions.at[slots].add(jnp.where(stored, 0, counts), mode="drop"),
         prompt_lengths=cache.prompt_lengths.at[slots].set(lengths, mode="drop"),
     )
-    step = Step(positions, valid, valid, slots, later)
+    step = Step(positions, valid, valid & ~stored[:, None], slots, later)
     hidden, cache = _forward(params, config, cache, tokens, step)
     last = jnp.clip(counts - 1, 0, None)
     row_logits = head(

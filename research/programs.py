@@ -32,13 +32,13 @@ def compile_programs(params: Params, config: InferenceConfig) -> Compilations:
     rows, slots = np.zeros(config.rows, np.int32), np.zeros(config.slots, np.int32)
     tokens = np.zeros((config.rows, config.chunk), np.int32)
     sampling = SamplingParams.from_requests([Sampling()] * config.slots)
-    stops = stop_array((), config.slots)
+    stops = stop_array([()] * config.slots)
     feed = np.zeros((config.slots, config.decode_steps), np.int32)
     state = params, config, jax.eval_shape(config.init_cache), jax.eval_shape(config.init_logits)
     # Traced one after the other: JAX names inner functions as it meets them, and the persistent
     # compilation cache would see other names, and so another program, each time.
     lowered = [
-        inference.prefill.lower(*state, tokens, rows, rows, rows),
+        inference.prefill.lower(*state, tokens, rows, rows, rows, rows > 0),
         inference.decode.lower(*state, sampling, slots, stops, feed, slots),
     ]
     if config.evicts:
@@ -55,10 +55,11 @@ def compile_programs(params: Params, config: InferenceConfig) -> Compilations:
     return Compilations(count, time.perf_counter() - began)
 
 
-def stop_array(stop_ids: Sequence[int], num_sequences: int) -> np.ndarray:
-    """The same stop ids for every sequence, [B, MAX_STOP_IDS] int32, -1 for none."""
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise ValueError(f"{len(stop_ids)} stop ids given; at most {MAX_STOP_IDS} fit")
-    stops = np.full((num_sequences, MAX_STOP_IDS), -1, np.int32)
-    stops[:, : len(stop_ids)] = list(stop_ids)
+def stop_array(stop_ids: Sequence[Sequence[int]]) -> np.ndarray:
+    """The stop ids of each sequence as an array, [B, MAX_STOP_IDS] int32, -1 for none."""
+    stops = np.full((len(stop_ids), MAX_STOP_IDS), -1, np.int32)
+    for row, ids in zip(stops, stop_ids, strict=True):
+        if len(ids) > MAX_STOP_IDS:
+            raise ValueError(f"{len(ids)} stop ids given; at most {MAX_STOP_IDS} fit")
+        row[: len(ids)] = ids
     return stops

@@ -1,4 +1,4 @@
-"""What is done to sequences between steps: fork, reorder, evict, release; jitted pure functions.
+"""What is done to sequences between steps: fork, reorder, attach, evict, release; all jitted.
 
 Axes: B sequences (slots), V vocabulary.
 """
@@ -16,6 +16,7 @@ from kvlab.ops.caches.protocol import LayerCache, Table
 from kvlab.ops.evicting_table import EvictingTable, StackedTable
 from kvlab.ops.page_table import CopyPlan, PageTable
 from kvlab.ops.row_table import RowTable
+from kvlab.ops.specs import Kivi4, Paged
 from kvlab.research.cache import Cache, layer_table
 from kvlab.research.inference_config import InferenceConfig
 
@@ -148,6 +149,81 @@ def _with_copies(
 def release(cache: Cache, mask: jax.Array) -> Cache:
     """Empties the sequences of `mask` bool[B]; their pages are free at once."""
     return cache.release(mask)
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+def attach(
+    config: InferenceConfig,
+    cache: Cache,
+    slot: jax.Array,
+    pages: jax.Array,
+    length: jax.Array,
+    prompt_tokens: jax.Array,
+) -> tuple[Cache, jax.Array]:
+    """Starts a sequence on pages that hold the first tokens of its prompt (prefix reuse).
+
+    A partial last page is copied at once, so that decode never meets a shared page.
+
+    Args:
+      config: one whose sequences can share prefixes, see `prefix_obstacle`.
+      cache: donated; use the returned one.
+      slot: [] int32, an empty sequence.
+      pages: [pages_per_sequence] int32, pages in use, in the order of the text.
+      length: [] int32, tokens that they hold.
+      prompt_tokens: [] int32, of the whole prompt.
+
+    Returns:
+      The cache, and ok bool[]: False where no page was free for the copy, and then nothing has
+      changed.
+    """
+    (old,) = cache.tables
+    assert isinstance(old, PageTable)
+    mask = jnp.arange(config.slots, dtype=jnp.int32) == slot
+    table = old.attach(slot[None], pages[None], length[None])
+    table, plan, granted = table.make_writable(mask)
+    ok = jnp.all(granted)
+    nowhere = jnp.iinfo(jnp.int32).max
+    targets = jnp.where(ok, plan.target_slots, nowhere)
+    where = jnp.where(ok, slot, config.slots)
+    cache = dataclasses.replace(
+        cache,
+        tables=(jax.tree.map(functools.partial(jnp.where, ok), table, old),),
+        layers=tuple(layer.copy(plan.source_slots, targets) for layer in cache.layers),
+        positions=cache.positions.at[where].set(length, mode="drop"),
+        prompt_lengths=cache.prompt_lengths.at[where].set(prompt_tokens, mode="drop"),
+    )
+    return cache, ok
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def repin(cache: Cache, pinned: jax.Array, unpinned: jax.Array) -> Cache:
+    """Lets pages outlive the sequences that map them, and gives others up.
+
+    Args:
+      cache: of one page table; donated.
+      pinned: [n] int32, pages in use that get a pin; `num_pages` for none.
+      unpinned: [n] int32, pages that lose theirs, and are free if no sequence maps them.
+
+    Returns:
+      The cache.
+    """
+    (table,) = cache.tables
+    assert isinstance(table, PageTable)
+    return dataclasses.replace(cache, tables=(table.pin(pinned).unpin(unpinned),))
+
+
+def prefix_obstacle(config: InferenceConfig) -> str | None:
+    """Why sequences of a configuration cannot share the pages of a prefix; None where they can."""
+    for spec in config.layer_specs:
+        if not isinstance(spec.placement, Paged):
+            return f"placement={spec.placement} has no pages to share; use paged on every layer"
+        if spec.retention is not None:
+            return "a policy of retention moves tokens out of their pages; use retention=all"
+        if isinstance(spec.storage, Kivi4):
+            return "storage=kivi4 holds a prompt's end outside its pages; use int8 or int4"
+    if len({spec.table for spec in config.layer_specs}) > 1:
+        return "layers of several page sizes have tables of their own; use one page_size"
+    return None
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))

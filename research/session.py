@@ -1,24 +1,20 @@
 """The host's side of prefill and decode: a model's parameters, one cache, plain Python in and out.
 
-Axes: B sequences (slots), R rows of a prefill call, n tokens of a decode call, D model width,
-V vocabulary.
+Axes: B sequences (slots), D model width.
 """
 
 import collections
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-import jax
 import numpy as np
 
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import Sampling, SamplingParams
-from kvlab.research import inference, sequences
-from kvlab.research.cache import Cache, CacheUse, cache_use, unwrapped
-from kvlab.research.compilation import count_compilations
-from kvlab.research.inference import InferenceConfig, Params
-from kvlab.research.programs import compile_programs, stop_array
+from kvlab.research import inference
+from kvlab.research.cache import unwrapped
+from kvlab.research.calls import Calls, Piece
+from kvlab.research.programs import stop_array
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -33,42 +29,8 @@ class Continuation:
     stalled: bool  # no room for its next token: out of pages, or at max_length
 
 
-class Session:
-    """A cache in use. Holds the state that prefill and decode hand back; not thread-safe.
-
-    Attributes:
-      params: the decoder's parameters.
-      config: the shapes.
-      cache: the current cache.
-      logits: [B, V] float32, what the model predicts next for each sequence.
-      compile_count: programs compiled by this session's calls.
-      compile_s: seconds that took.
-    """
-
-    def __init__(self, params: Params, config: InferenceConfig) -> None:
-        """Builds an empty cache.
-
-        Args:
-          params: the decoder's parameters.
-          config: the shapes; sessions of equal config share their compiled programs.
-        """
-        self.params = params
-        self.config = config
-        self.cache: Cache = config.init_cache()
-        self.logits: jax.Array = config.init_logits()
-        self.compile_count = 0
-        self.compile_s = 0.0
-
-    def warm_up(self) -> None:
-        """Compiles prefill and decode without running them; see `compile_programs`."""
-        compiled = compile_programs(self.params, self.config)
-        self.compile_count += compiled.count
-        self.compile_s += compiled.seconds
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of text that each sequence holds, [B] int32."""
-        return np.asarray(self.cache.positions)
+class Session(Calls):
+    """A cache in use, with arguments checked and prompts of any length; not thread-safe."""
 
     def prefill(
         self, prompts: Mapping[int, TokenIds] | Sequence[TokenIds]
@@ -95,9 +57,16 @@ class Session:
         ]
         hidden: dict[int, list[np.ndarray]] = {slot: [] for slot in arrays}
         for call in self._calls(pieces):
-            self._prefill_rows(arrays, call, hidden)
+            _, states = self.prefill_call(
+                [
+                    Piece(slot, arrays[slot][start : start + chunk], len(arrays[slot]))
+                    for slot, start in call
+                ]
+            )
+            for row, (slot, start) in enumerate(call):
+                hidden[slot].append(states[row, : len(arrays[slot]) - start])
             if self.config.evicts:
-                self._evict([slot for slot, start in call if start + chunk >= len(arrays[slot])])
+                self.evict([slot for slot, start in call if start + chunk >= len(arrays[slot])])
         return {slot: np.concatenate(states) for slot, states in hidden.items()}
 
     def _calls(self, pieces: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
@@ -114,37 +83,6 @@ class Session:
                 taken[slot] += fits
             yield call
             waiting = rest
-
-    def _evict(self, slots: Sequence[int]) -> None:
-        """Applies retention to sequences whose prompts are complete."""
-        if slots:
-            mask = np.zeros(self.config.slots, bool)
-            mask[list(slots)] = True
-            with self._counted():
-                self.cache = sequences.evict(self.config, self.cache, mask)
-
-    def _prefill_rows(
-        self,
-        prompts: Mapping[int, np.ndarray],
-        pieces: Sequence[tuple[int, int]],
-        hidden: dict[int, list[np.ndarray]],
-    ) -> None:
-        """One prefill call: a piece of a prompt (its slot, its start) in each row."""
-        config = self.config
-        slots = np.full(config.rows, config.slots, np.int32)
-        total, counts = np.zeros(config.rows, np.int32), np.zeros(config.rows, np.int32)
-        tokens = np.zeros((config.rows, config.chunk), np.int32)
-        for row, (slot, start) in enumerate(pieces):
-            piece = prompts[slot][start : start + config.chunk]
-            slots[row], total[row], counts[row] = slot, len(prompts[slot]), len(piece)
-            tokens[row, : len(piece)] = piece
-        with self._counted():
-            self.cache, self.logits, _, states = inference.prefill(
-                self.params, config, self.cache, self.logits, tokens, counts, slots, total
-            )
-        states = np.asarray(states)
-        for row, (slot, _) in enumerate(pieces):
-            hidden[slot].append(states[row, : counts[row]])
 
     def decode(
         self,
@@ -190,7 +128,8 @@ class Session:
         steps = config.decode_steps if steps_per_call is None else steps_per_call
         if not 1 <= steps <= config.decode_steps:
             raise ValueError(f"steps_per_call={steps} given; use 1 to {config.decode_steps}")
-        stops = stop_array(stop_ids, config.slots)
+        stops = [stop_ids] * config.slots
+        stop_array(stops)
         fed = {slot: self._checked_ids(slot, ids) for slot, ids in (forced or {}).items()}
         requests = [
             sampling if isinstance(sampling, Sampling) else sampling.get(slot, Sampling())
@@ -210,19 +149,8 @@ class Session:
                 feed[slot, : len(ids)], num_feed[slot] = ids, len(ids)
             if not remaining.any():
                 return results
-            with self._counted():
-                self.cache, self.logits, decoded = inference.decode(
-                    self.params,
-                    config,
-                    self.cache,
-                    self.logits,
-                    params,
-                    remaining,
-                    stops,
-                    feed,
-                    num_feed,
-                )
-            results = _extended(results, remaining, jax.device_get(decoded))
+            decoded = self.decode_call(params, remaining, stops, feed, num_feed)
+            results = _extended(results, remaining, decoded)
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
         """Copies a sequence into empty slots; paged tokens are shared, not copied.
@@ -245,14 +173,7 @@ class Session:
                 f"fork targets {list(targets)} must be distinct empty slots"
                 + (f"; {taken} hold a sequence: release them first" if taken else "")
             )
-        padded = np.full(self.config.slots, self.config.slots, np.int32)
-        padded[: len(targets)] = targets
-        sources = np.where(padded < self.config.slots, source, self.config.slots).astype(np.int32)
-        with self._counted():
-            self.cache, self.logits, ok = sequences.fork(
-                self.config, self.cache, self.logits, sources, padded
-            )
-        if not ok:
+        if not self.fork_call(source, targets):
             raise ValueError(
                 f"no free page to copy the partial page of slot {source} for {len(targets)} forks; "
                 "release sequences or give more num_pages"
@@ -279,11 +200,7 @@ class Session:
                         f"slot {slot} cannot take over slot {parent}, which is empty; parent "
                         f"{slots} empties a slot"
                     )
-        with self._counted():
-            self.cache, self.logits, ok = sequences.reorder(
-                self.config, self.cache, self.logits, np.asarray(parents, np.int32)
-            )
-        if not ok:
+        if not self.reorder_call(parents):
             raise ValueError(
                 "no free page to copy a partial page that slots would share; release sequences or "
                 "give more num_pages"
@@ -297,23 +214,7 @@ class Session:
         """
         for slot in slots or ():
             self._check_slot(slot)
-        held = np.flatnonzero(self.lengths)
-        chosen = held if slots is None else [slot for slot in slots if slot in held]
-        mask = np.zeros(self.config.slots, bool)
-        mask[chosen] = True
-        self.cache = sequences.release(self.cache, mask)
-
-    def use(self) -> CacheUse | None:
-        """The cache's bytes, measured from its arrays; None where nothing is stored."""
-        return cache_use(self.cache, self.config.layer_specs)
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Adds what the block compiles to this session's counts."""
-        with count_compilations() as compilations:
-            yield
-        self.compile_count += compilations.count
-        self.compile_s += compilations.seconds
+        super().release(slots)
 
     def _check_slot(self, slot: int) -> None:
         whole = isinstance(slot, int | np.integer) and not isinstance(slot, bool)

@@ -138,7 +138,7 @@ def test_a_prompt_that_fills_all_rows_of_a_call_is_the_one_that_has_one_row_of_e
         slots[1], counts[1], total[1] = 3, len(piece), len(ids)
         arguments = (jnp.asarray(array, jnp.int32) for array in (tokens, counts, slots, total))
         single.cache, single.logits, ok, states = prefill(
-            single.params, config, single.cache, single.logits, *arguments
+            single.params, config, single.cache, single.logits, *arguments, np.zeros(rows, bool)
         )
         assert ok.all()
         np.testing.assert_array_equal(states[1, : len(piece)], hidden[start : start + len(piece)])

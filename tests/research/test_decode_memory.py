@@ -58,7 +58,7 @@ def test_decode_copies_no_cache_in_any_precision(spec):
         jax.eval_shape(config.init_logits),
         SamplingParams.from_requests([Sampling()] * slots),
         zeros,
-        stop_array((), slots),
+        stop_array([()] * slots),
         np.zeros((slots, 2), np.int32),
         zeros,
     )

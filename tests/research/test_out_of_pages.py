@@ -93,7 +93,8 @@ def test_a_prompt_that_does_not_fit_takes_nothing_from_any_table(case, tiny):
     in_use = pages_in_use(session)
     tokens = np.array([tiny.prompt(17), tiny.prompt(17, seed=1)], np.int32)
     counts, slots = np.array([17, 0], np.int32), np.array([2, 5], np.int32)
-    arguments = (session.cache, session.logits, tokens, counts, slots, counts)
+    stored = np.zeros(2, bool)
+    arguments = (session.cache, session.logits, tokens, counts, slots, counts, stored)
     session.cache, session.logits, ok, _ = inference.prefill(
         session.params, session.config, *arguments
     )

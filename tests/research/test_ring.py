@@ -62,9 +62,9 @@ def test_a_call_that_brings_more_than_a_chunk_is_refused_as_a_value(tiny):
     config = session.config
     tokens = np.zeros((config.rows, config.chunk), np.int32)
     counts, slots = np.full(config.rows, config.chunk, np.int32), np.ones(config.rows, np.int32)
-    cache, _, ok, _ = prefill(
-        session.params, config, session.cache, session.logits, tokens, counts, slots, 2 * counts
-    )
+    state = session.params, config, session.cache, session.logits
+    stored = np.zeros(config.rows, bool)
+    cache, _, ok, _ = prefill(*state, tokens, counts, slots, 2 * counts, stored)
     assert not ok.any()
     assert not np.asarray(cache.positions).any()
     assert all(not np.asarray(unwrapped(table)[0].lengths).any() for table in cache.tables)
