@@ -63,7 +63,7 @@ class Engine:
       executor: the model and its cache.
       options: how it schedules.
       times: of every request that was taken in, by id.
-      history: the use of the cache after each step.
+      history: the use of the cache in each step, before its decode, with the time of its end.
       preemptions: how many there were.
     """
 
@@ -88,7 +88,7 @@ class Engine:
         self._prefilling: list[LiveRequest] = []
         self._decoding: list[LiveRequest] = []
         self._slots = list(range(executor.slots))[::-1]  # the free ones, the next last
-        self._stalled = False  # someone found no page
+        self._stalled = False  # someone found no page, and none came free since
         self._progress: list[Progress] = []
 
     @property
@@ -150,12 +150,16 @@ class Engine:
             self._preempt()
         self._admit()
         prefilled = self._prefill()
+        usage = self._measure()
         self._decode(beside_prefill=prefilled)
-        index, running = self.index, self._prefilling + self._decoding
-        cached = 0 if index is None else index.num_idle * index.page_size
-        self.history.append(measure(self.executor, running, len(self._waiting), cached))
+        self.history.append(usage._replace(time_s=self.executor.now()))
         progress, self._progress = self._progress, []
         return progress
+
+    def _measure(self) -> Usage:
+        running, index = self._prefilling + self._decoding, self.index
+        cached = 0 if index is None else index.num_idle * index.page_size
+        return measure(self.executor, running, len(self._waiting), cached)
 
     # Coming and going.
 
@@ -205,13 +209,12 @@ class Engine:
         running = self._prefilling + self._decoding
         if len(running) == 1:
             self._end(running[0], "out_of_pages")
-        elif running:
+        else:
             live = self._waiting.last_of(running)
             self._waiting.add(live)
             self._leave(live)
             live.times.preemptions += 1
             self.preemptions += 1
-        self._stalled = False
 
     def _end(self, live: LiveRequest, outcome: Outcome) -> None:
         """Ends a request before its time."""
@@ -239,6 +242,7 @@ class Engine:
         if slots:
             self.executor.release(slots)
             self._slots += reversed(slots)
+            self._stalled = False  # pages came free since someone found none
 
     # Prefill.
 

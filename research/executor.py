@@ -3,6 +3,7 @@
 Axes: B sequences (slots), R rows of a prefill call, n tokens of a decode call.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -48,6 +49,7 @@ class Executor(Protocol):
       prefix_root: hashed with every block of a prompt: what wrote it. None, with `prefix_obstacle`
         saying why, where prefixes cannot be shared.
       page_size: tokens a page of the pool whose pages prefixes share.
+      next_arrival_s: when the next request comes, by its clock; a simulation decodes no further.
     """
 
     slots: int
@@ -60,9 +62,14 @@ class Executor(Protocol):
     page_size: int
     prefix_root: bytes | None
     prefix_obstacle: str | None
+    next_arrival_s: float
 
     def now(self) -> float:
         """Seconds on its clock."""
+        ...
+
+    def wait_until(self, time_s: float) -> None:
+        """Does nothing until then."""
         ...
 
     def pages(self, tokens: int) -> np.ndarray:
@@ -185,7 +192,7 @@ class ModelExecutor:
         self.rows, self.chunk, self.decode_steps = config.rows, config.chunk, config.decode_steps
         self.rows_per_sequence, self.vocab_size = config.rows_per_sequence, config.model.vocab_size
         self.prefix_obstacle = sequences.prefix_obstacle(config)
-        self.prefix_root = None
+        self.prefix_root, self.next_arrival_s = None, math.inf
         self._pools = [
             (table.page_size, heads, table.num_pages)
             for table, heads in map(unwrapped, self.calls.cache.all_tables())
@@ -203,6 +210,10 @@ class ModelExecutor:
     def now(self) -> float:
         """Seconds, monotonic."""
         return time.perf_counter()
+
+    def wait_until(self, time_s: float) -> None:
+        """Sleeps."""
+        time.sleep(max(0.0, time_s - self.now()))
 
     def pages(self, tokens: int) -> np.ndarray:
         """See `Executor.pages`; an upper bound where tokens are evicted."""

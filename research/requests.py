@@ -40,12 +40,13 @@ class RefusedError(ValueError):
 
     Attributes:
       request_id: which.
+      reason: why, and what would help.
     """
 
     def __init__(self, request_id: str, reason: str) -> None:
-        """Names the request and says why, and what would help."""
+        """Names the request and says why."""
         super().__init__(f"request {request_id!r} refused: {reason}")
-        self.request_id = request_id
+        self.request_id, self.reason = request_id, reason
 
 
 class Progress(NamedTuple):
