@@ -255,7 +255,7 @@ class Engine:
             if not rows or self._stalled:
                 break
             growth = [(live.done, live.done + _added(pieces)) for live, pieces in rows]
-            self._prefixes.make_room(self._pages(growth))
+            self._make_room(growth)
             granted = iter(executor.prefill([piece for _, pieces in rows for piece in pieces]))
             ran = True
             for (live, pieces), (_, done) in zip(rows, growth, strict=True):
@@ -307,10 +307,11 @@ class Engine:
         self._prefilling.remove(live)
         self._decoding.append(live)
 
-    def _pages(self, growth: Iterable[tuple[int, int]]) -> int:
-        """Pages of the first pool that sequences take to grow from one length to another."""
-        pages = self.executor.pages
-        return sum(int(np.sum((pages(new) - pages(old))[:1])) for old, new in growth)
+    def _make_room(self, growth: Iterable[tuple[int, int]]) -> None:
+        """Gives up known prefixes for sequences that are to grow from one length to another."""
+        if self.index is not None and self.index.num_idle:
+            size = self.index.page_size
+            self._prefixes.make_room(sum(-(-new // size) - -(-old // size) for old, new in growth))
 
     # Decode.
 
@@ -331,7 +332,7 @@ class Engine:
             forced = sample.tokens[fed : fed + limit]
             turns[sample.slot] = Turn(limit, forced, sample.sampling, live.request.stop_ids)
             growth.append((held, held + limit))
-        self._prefixes.make_room(self._pages(growth))
+        self._make_room(growth)
         began = self.executor.now()
         decoded = self.executor.decode(turns)
         ended = self.executor.now()

@@ -43,6 +43,8 @@ class PrefixReuse:
         page_size, root = self.index.page_size, self._executor.prefix_root
         if request.prompt_hashes is not None:
             return PromptBlocks(request.prompt_hashes[: len(request.prompt) // page_size])
+        if not self._executor.vocab_size:  # a simulated prompt without content is like no other
+            return PromptBlocks(())
         assert root is not None
         return hash_blocks(np.asarray(request.prompt, np.int32), page_size, root)
 

@@ -147,6 +147,8 @@ class SimulatedPages(_Simulated):
         per_sequence = -(-config.max_length // config.page_size)
         self._table = PageTable.init(config.slots, num_pages, config.page_size, per_sequence)
         self._free: int | None = num_pages  # None: to be asked
+        self._shares = False  # pages have more than one holder
+        self._leaving = np.zeros(config.slots, bool)  # released, and the table does not know yet
 
     def pages(self, tokens: int) -> np.ndarray:
         """See `Executor.pages`."""
@@ -163,6 +165,7 @@ class SimulatedPages(_Simulated):
     def free_pages(self) -> np.ndarray:
         """See `Executor.free_pages`."""
         if self._free is None:
+            self._flush()
             self._free = int(self._table.num_free)
         return np.array([self._free])
 
@@ -173,15 +176,18 @@ class SimulatedPages(_Simulated):
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
         """See `Executor.fork`."""
+        self._flush()
+        self._shares, self._free = True, None
         padded = np.full(self.slots, self.slots, np.int32)
         padded[: len(targets)] = targets
         sources = np.where(padded < self.slots, source, self.slots).astype(np.int32)
         self._table = _fork(self._table, sources, padded)
         self._held[list(targets)] = self._held[source]
-        self._free = None
 
     def attach(self, slot: int, pages: Sequence[int], length: int, prompt_tokens: int) -> bool:
         """See `Executor.attach`; prompts have no text, so no partial page is ever shared."""
+        self._flush()
+        self._shares, self._free = True, None
         del prompt_tokens
         padded = np.full(self._table.pages_per_sequence, self._table.num_pages, np.int32)
         padded[: len(pages)] = pages
@@ -191,10 +197,13 @@ class SimulatedPages(_Simulated):
 
     def mapped_pages(self, slot: int, count: int) -> np.ndarray:
         """See `Executor.mapped_pages`."""
+        self._flush()
         return np.asarray(self._table.page_indices[slot])[:count]
 
     def repin(self, pinned: Sequence[int], unpinned: Sequence[int]) -> None:
         """See `Executor.repin`."""
+        self._flush()
+        self._shares, self._free = True, None
         width = self._table.pages_per_sequence
         for start in range(0, max(len(pinned), len(unpinned)), width):
             both = np.full((2, width), self._table.num_pages, np.int32)
@@ -202,17 +211,22 @@ class SimulatedPages(_Simulated):
                 part = pages[start : start + width]
                 row[: len(part)] = part
             self._table = _repin(self._table, *both)
-        self._free = None
 
     def release(self, slots: Sequence[int]) -> None:
         """See `Executor.release`."""
         held = [slot for slot in slots if self._held[slot]]
-        if held:
-            mask = np.zeros(self.slots, bool)
-            mask[held] = True
-            self._table = _release(self._table, mask)
-            self._held[held] = 0
+        self._leaving[held] = True
+        if self._shares:
             self._free = None
+        elif self._free is not None:
+            self._free += int(np.sum(-(-self._held[held] // self.page_size)))
+        self._held[held] = 0
+
+    def _flush(self) -> None:
+        """Tells the table who was released."""
+        if self._leaving.any():
+            self._table = _release(self._table, self._leaving)
+            self._leaving = np.zeros(self.slots, bool)
 
     def taken(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """See `Executor.taken`."""
@@ -235,6 +249,7 @@ class SimulatedPages(_Simulated):
     def _grow(self, wanted: np.ndarray, most: int) -> np.ndarray:
         slots = np.flatnonzero(wanted)
         demand, free = self._new_pages(slots, wanted[slots]), int(self.free_pages()[0])
+        self._flush()
         self._table, granted = _reserve(self._table, wanted.astype(np.int32), most)
         if demand <= free:
             self._free = free - demand
