@@ -37,15 +37,18 @@ class EngineOptions:
       decode_steps: most tokens of a sample in a step; None is the executor's. Beside a prefill it
         is 1, so that a prompt does not wait for many tokens of others.
       reuse_prefixes: whether prompts start on pages that hold their first tokens already.
+      headroom_pages: that stay free for each running sample when another request is admitted. 0
+        fills the pool and preempts more often (WORKSPACE-notes.md has the trade).
       policy: the order of requests.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size below 1, or a negative headroom.
     """
 
     prefill_tokens: int | None = None
     decode_steps: int | None = None
     reuse_prefixes: bool = True
+    headroom_pages: int = 1
     policy: Policy = first_come
 
     def __post_init__(self) -> None:
@@ -54,6 +57,8 @@ class EngineOptions:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name}={size} given; it must be 1 or more, or None")
+        if self.headroom_pages < 0:
+            raise ValueError(f"headroom_pages={self.headroom_pages} given; it must be 0 or more")
 
 
 class Engine:
@@ -188,8 +193,13 @@ class Engine:
         for other in self._prefilling:
             outstanding = self._first_pages(other) - self.executor.pages(other.done)
             needed = needed + np.maximum(outstanding, 0)
-        next_pages = self.executor.pages(1) * sum(len(other.slots) for other in self._decoding)
-        return bool(np.all(needed + next_pages <= self.executor.free_pages() + given_up))
+        headroom = self.options.headroom_pages * self.executor.pages(1)
+        for other in self._decoding:
+            for sample in other.open_samples:
+                held = other.prompt_tokens + sample.fed
+                next_page = self.executor.pages(held + 1) - self.executor.pages(held)
+                needed = needed + np.maximum(next_page, headroom)
+        return bool(np.all(needed <= self.executor.free_pages() + given_up))
 
     def _first_pages(self, live: LiveRequest) -> np.ndarray:
         """Pages until every sample has one more token than it ever had."""
