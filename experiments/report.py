@@ -19,7 +19,7 @@ FLAGS = command_flags(out="the page, or a folder for it")
 def main(argv: list[str]) -> None:
     """Writes the report of the folders and prints its tables and its path."""
     from kvlab.research.report import results_text, write_report
-    from kvlab.research.results import read_rows
+    from kvlab.research.results import read_manifest, read_rows
 
     folders = argv[1:]
     if not folders:
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     for folder in folders:
         if len(folders) > 1:
             print(f"{folder}\n")
-        print(results_text(read_rows(folder)), end="\n\n")
+        print(results_text(read_rows(folder), read_manifest(folder)["command"]), end="\n\n")
     print(f"report: {page}")
 
 

@@ -96,16 +96,16 @@ def main(argv: list[str]) -> int:
     return present(out, rows)
 
 
-def present(out: pathlib.Path, rows: list) -> int:
+def present(out: pathlib.Path, rows: list, command: str = "sweep") -> int:
     """Writes the report, prints the table, and gives the exit status: 1 where a point failed."""
     from kvlab.research.report import results_text, write_report
 
     page = write_report([out])
-    print(results_text(rows))
+    print(results_text(rows, command))
     print(f"\nreport: {page}")
     failed = sum(row["status"] == "failed" for row in rows)
     if failed:
-        print(f"kvlab sweep: {failed} of {len(rows)} points failed", file=sys.stderr)
+        print(f"kvlab {command}: {failed} of {len(rows)} points failed", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -3,13 +3,13 @@
 Colour is the attention variant; a shape is the placement, or what varies in its stead.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from kvlab.research.bar_chart import Bar, BarPanel, draw_bars, is_logarithmic
 from kvlab.research.chart_style import COLOURS
 from kvlab.research.grouping import Points, Variant, Workload, attention_rank, placement_rank
 from kvlab.research.memory_figures import memory_over_length, quality_by_policy
+from kvlab.research.presentation import Picture
 from kvlab.research.scatter_chart import Mark, ScatterPanel, draw_scatter
 from kvlab.research.tables import (
     divergence,
@@ -23,23 +23,6 @@ _BYTES_PER_KIB = 1024
 _LEAST_KL_NATS = 1e-8  # below it a divergence is rounding
 _SHAPE_AXES = ("placement", "storage", "retention")
 _FIRST_COLOURS = ("mha", "gqa", "mqa")
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """One finished figure.
-
-    Attributes:
-        name: its file name.
-        title: what it shows.
-        caption: how to read it, in words.
-        png: the image.
-    """
-
-    name: str
-    title: str
-    caption: str
-    png: bytes
 
 
 def draw_figures(points: Points) -> list[Picture]:

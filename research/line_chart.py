@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
 
 from kvlab.research.chart_style import (
     COLOURS,
@@ -53,6 +54,7 @@ class LinePanel:
     marked: bool = False  # every point has a mark
     stepped: bool = False  # a value holds until the next
     from_zero: bool = False  # the vertical axis begins at 0
+    doubling: bool = False  # the horizontal axis counts doublings
 
 
 def draw_lines(panels: Sequence[LinePanel]) -> bytes:
@@ -81,6 +83,9 @@ def draw_lines(panels: Sequence[LinePanel]) -> bytes:
             axes.set_ylabel(f"{panel.y_label} (log scale)", fontsize=9, color=MUTED)
         elif panel.from_zero:
             axes.set_ylim(bottom=0.0, top=1.08 * max(heights) or 1.0)
+        if panel.doubling:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         for line in panel.lines:
             colour = COLOURS[line.colour % len(COLOURS)]
             xs, ys = zip(*line.points, strict=True)

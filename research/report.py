@@ -15,97 +15,24 @@ from typing import Any
 
 import jinja2
 
-from kvlab.research.figures import Picture, draw_figures
-from kvlab.research.findings import findings
-from kvlab.research.grouping import Points
+from kvlab.research.allocation_report import (
+    present_concurrency,
+    present_memory_waste,
+    present_page_size,
+)
+from kvlab.research.presentation import Presentation
 from kvlab.research.results import RunFolderError, read_manifest, read_rows, write_atomically
 from kvlab.research.rows import Row
-from kvlab.research.tables import format_table, quality_parts, result_tables
+from kvlab.research.sweep_report import present_sweep
+from kvlab.research.tables import format_table
 
 REPORT_NAME = "report.html"
 
-# What a reader has to know, shown only where the report has the metric or the placement.
-_GLOSSARY = {
-    "decode_tokens": (
-        "steps",
-        "how many tokens were decoded to measure a time; where a step costs much, there are fewer.",
-    ),
-    "kv_bytes_window": (
-        "KV a sequence",
-        "the memory in pages (or whole rows) that a sequence had taken at the end of a scored "
-        "window, over all layers.",
-    ),
-    "ttft_s": (
-        "TTFT",
-        "time to first token: from the start of the prompt to the first new token. It is the "
-        "prefill, in which all tokens of the prompt are computed at once.",
-    ),
-    "tpot_s": (
-        "TPOT",
-        "time per output token: one step of decoding, in which every sequence of the batch gets "
-        "one new token.",
-    ),
-    "decode_tokens_per_s": (
-        "decode tok/s",
-        "new tokens per second after the first, all sequences of the batch together.",
-    ),
-    "kv_bytes_per_token": (
-        "KV B/token",
-        "measured bytes of the key and value cache, with everything it needs to work, over the "
-        "tokens that it can hold.",
-    ),
-    "kv_waste": (
-        "KV waste",
-        "the share of the memory taken by sequences (their pages, or whole reserved rows) that "
-        "held no token.",
-    ),
-    "perplexity": (
-        "perplexity",
-        "how many tokens the model hesitates between at each position of a real text; lower is "
-        "better. Only compare it within one text: a text with more tokens per word differs.",
-    ),
-    "kl_vs_oracle": (
-        "KL",
-        "how far the predictions are from those of the oracle, the unmodified model that "
-        "recomputes the whole text at every step; 0 is no difference.",
-    ),
-    "kl_vs_oracle_p99": (
-        "KL p99",
-        "the same at the position that only one in a hundred exceeds: how bad the bad places are.",
-    ),
-    "top1_agreement": (
-        "top-1",
-        "how often the most likely next token is the oracle's.",
-    ),
-    "passkey_accuracy": (
-        "passkey",
-        "a number is hidden at several depths of a long text and asked for at its end: the share "
-        "of numbers whose every digit is ranked first. Only lengths that the full cache answers.",
-    ),
-    "passkey_digits": (
-        "passkey digits",
-        "the share of the digits that are ranked first.",
-    ),
-}
-_PLACEMENTS = {
-    "recompute": "no cache: every step computes the whole text again. The baseline.",
-    "contiguous": "one stretch of memory per sequence, as long as the longest text allowed.",
-    "paged": "memory in pages of a few tokens, handed out as a sequence grows.",
-    "ring": "only the last tokens of a sliding window are kept.",
-}
-_NAMED_AXES = ("placement", "storage", "retention")
-_RETENTIONS = {
-    "window": "only the newest tokens are kept.",
-    "sinks": "the first tokens, which attention leans on, and the newest are kept (StreamingLLM).",
-    "h2o": "the tokens that received most attention so far, and the newest, are kept.",
-    "snapkv": "the tokens that the end of the prompt attends to are kept.",
-    "random": "tokens are kept by lot: the control that a policy has to beat.",
-    "kivi4": "keys in 4 bits by channel, values by token, the newest tokens in full (KIVI).",
-}
-_ATTENTIONS = {
-    "mha": "multi-head attention: every query head has its own keys and values.",
-    "gqa": "grouped-query attention: groups of query heads share keys and values.",
-    "mqa": "multi-query attention: all query heads share one set of keys and values.",
+_PRESENTERS = {
+    "sweep": present_sweep,
+    "memory_waste": present_memory_waste,
+    "concurrency": present_concurrency,
+    "page_size": present_page_size,
 }
 
 
@@ -178,31 +105,42 @@ def write_report(
         raise RunFolderError(f"cannot write {page}: {page.parent} is a file") from None
     except OSError as error:
         raise RunFolderError(f"cannot write {page}: {error.strerror}") from error
-    points = Points(_rows_of_all(runs))
-    pictures = draw_figures(points)
-    for picture in pictures:
+    commands = {run.manifest["command"] for run in runs}
+    if len(commands) > 1:
+        raise RunFolderError(
+            f"these are runs of different commands ({', '.join(sorted(commands))}); write a report "
+            "of each"
+        )
+    rows = _rows_of_all(runs)
+    shown = presentation(commands.pop(), rows)
+    for picture in shown.pictures:
         write_atomically(page.parent / picture.name, picture.png)
-    write_atomically(page, _render(runs, points, pictures, notes).encode())
+    write_atomically(page, _render(runs, rows, shown, notes).encode())
     return page
 
 
-def results_text(rows: Sequence[Row]) -> str:
+def presentation(command: str, rows: Sequence[Row]) -> Presentation:
+    """What a report shows of rows, by the command that made them."""
+    return _PRESENTERS.get(command, present_sweep)(rows)
+
+
+def results_text(rows: Sequence[Row], command: str = "sweep") -> str:
     """Writes the tables, failures and findings of a run for a terminal.
 
     Args:
         rows: the newest row of each point.
+        command: that made them.
 
     Returns:
         Lines without a line end after the last.
     """
-    points = Points(rows)
-    blocks = [table.text() for table in result_tables(points, brief=True)]
-    failed = _failures(points)
+    shown = presentation(command, rows)
+    blocks = [table.text() for table in shown.brief_tables]
+    failed = _failures(rows, shown)
     if failed:
         blocks.append("Failed points\n\n" + format_table(failed, ["point", "error"]))
-    sentences = findings(points)
-    if sentences:
-        blocks.append("Findings\n\n" + "\n".join(f"- {sentence}" for sentence in sentences))
+    if shown.findings:
+        blocks.append("Findings\n\n" + "\n".join(f"- {sentence}" for sentence in shown.findings))
     return "\n\n".join(blocks) or "No point has finished yet."
 
 
@@ -224,51 +162,28 @@ def _rows_of_all(runs: Sequence[_Run]) -> list[Row]:
     return rows
 
 
-def _failures(points: Points) -> list[dict[str, str]]:
+def _failures(rows: Sequence[Row], shown: Presentation) -> list[dict[str, str]]:
     return [
-        {"point": _point_name(points, row), "error": _first_line(row.get("error", ""))}
-        for row in points.rows
+        {"point": label, "error": _first_line(row.get("error", ""))}
+        for row, label in zip(rows, shown.labels, strict=True)
         if row["status"] == "failed"
     ]
 
 
-def _not_finite(points: Points) -> list[str]:
+def _not_finite(rows: Sequence[Row], shown: Presentation) -> list[str]:
     return [
-        f"{_point_name(points, row)}: {name} came out as {value}"
-        for row in points.rows
+        f"{label}: {name} came out as {value}"
+        for row, label in zip(rows, shown.labels, strict=True)
         for name, value in row.get("non_finite", {}).items()
     ]
-
-
-def _point_name(points: Points, row: Row) -> str:
-    variant, workload = points.variant_of(row), points.workload_of(row)
-    return f"{variant.label}, {workload.label}" if workload.label else variant.label
 
 
 def _first_line(error: str) -> str:
     return next((line for line in error.splitlines() if line.strip()), "no error recorded")
 
 
-def _terms(points: Points) -> dict[str, str]:
-    """The words that this report uses, explained."""
-    metrics = points.metrics()
-    bases = {quality_parts(name)[0] or name for name in metrics}
-    settings = [variant.settings for variant in points.variants]
-    used = {str(it.get("attention", "")).partition(":")[0] for it in settings}
-    used |= {str(it.get(axis, "")).partition(":")[0] for it in settings for axis in _NAMED_AXES}
-    named = {**_ATTENTIONS, **_PLACEMENTS, **_RETENTIONS}
-    return {
-        **{name: text for name, text in named.items() if name in used},
-        **{
-            term: text
-            for name, (term, text) in _GLOSSARY.items()
-            if name in bases or name in points.varying
-        },
-    }
-
-
 def _render(
-    runs: Sequence[_Run], points: Points, pictures: Sequence[Picture], notes: Sequence[str]
+    runs: Sequence[_Run], rows: Sequence[Row], shown: Presentation, notes: Sequence[str]
 ) -> str:
     stored = [note for run in runs for note in run.manifest.get("notes", [])]
     titles = dict.fromkeys(run.manifest.get("title") or run.name for run in runs)
@@ -283,8 +198,9 @@ def _render(
             run.manifest["question"] for run in runs if run.manifest.get("question")
         ),
         runs=runs,
-        terms=_terms(points),
-        findings=findings(points),
+        reading=shown.reading,
+        terms=shown.terms,
+        findings=shown.findings,
         notes=list(dict.fromkeys([*stored, *notes])),
         figures=[
             {
@@ -292,13 +208,13 @@ def _render(
                 "caption": picture.caption,
                 "source": "data:image/png;base64," + base64.b64encode(picture.png).decode("ascii"),
             }
-            for picture in pictures
+            for picture in shown.pictures
         ],
-        tables=result_tables(points),
-        failures=_failures(points),
-        not_finite=_not_finite(points),
-        held_fixed=_shown_settings(points.held_fixed()),
-        finished=any(row["status"] == "ok" for row in points.rows),
+        tables=shown.tables,
+        failures=_failures(rows, shown),
+        not_finite=_not_finite(rows, shown),
+        held_fixed=_shown_settings(shown.held_fixed),
+        finished=any(row["status"] == "ok" for row in rows),
     )
 
 

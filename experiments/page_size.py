@@ -1,0 +1,46 @@
+"""Show what the page size costs: latency and slots left empty, from 1 to 256 tokens a page.
+
+    kvlab page_size
+    kvlab page_size --page_size=8,16,32,64 --workload=alpaca-like --rate=60
+
+Simulates OPT-13B on an A100-40GB with 12 GB for keys and values (PagedAttention, Fig. 18b), each
+workload at a rate that fills the memory.
+"""
+
+import sys
+
+from kvlab.experiments.flags import Flag, comma_list, command_flags
+from kvlab.experiments.main import execute
+from kvlab.experiments.simulated import SIMULATION_FLAGS, request_rate, run_study
+
+_RATES: dict[str, tuple[float | None, ...]] = {"sharegpt-like": (3.5,), "alpaca-like": (80.0,)}
+_PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+FLAGS = command_flags(
+    "seed",
+    out="the run folder; runs/NAME-HASH if not given",
+    rate=Flag(comma_list(request_rate), "X,...", "requests a second; inf has all wait at once"),
+    **{name: flag for name, flag in SIMULATION_FLAGS.items() if name != "allocator"},
+)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the study, prints its table and where the report is."""
+    del argv
+    workloads = FLAGS.workload or tuple(_RATES)
+    unknown = [name for name in workloads if name not in _RATES]
+    if unknown and not FLAGS.rate:
+        raise ValueError(f"--rate is missing: the requests a second of {', '.join(unknown)}")
+    return run_study(
+        FLAGS,
+        "page_size",
+        workloads,
+        tuple(FLAGS.rate or _RATES[name] for name in workloads),
+        "How large should a page be?",
+        allocators=("paged",),
+        page_sizes=FLAGS.page_size or _PAGE_SIZES,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(execute(sys.modules[__name__]))

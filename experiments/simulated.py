@@ -1,0 +1,112 @@
+"""What the commands of simulated studies share: their flags, and how a study is run."""
+
+import math
+import pathlib
+import sys
+from typing import Any
+
+from absl import flags as absl_flags
+
+from kvlab.experiments.flags import Flag, choice, comma_list, number, text, whole
+from kvlab.experiments.sweep import present
+
+_ALLOCATORS = ("paged", "max", "pow2", "oracle")
+
+
+def request_rate(written: str) -> float | None:
+    """Parses requests a second; `inf` is None: all requests wait from the start."""
+    rate = number(written)
+    if not rate > 0:
+        raise ValueError("requests a second are wanted, above 0, or inf")
+    return None if math.isinf(rate) else rate
+
+
+def _milliseconds(written: str) -> float:
+    value = number(written)
+    if not 0 <= value < math.inf:
+        raise ValueError("milliseconds are wanted, 0 or more")
+    return value
+
+
+SIMULATION_FLAGS: dict[str, Any] = {
+    "workload": Flag(
+        comma_list(text),
+        "NAME,...",
+        "sharegpt-like, alpaca-like, lognormal, uniform, or a trace: azure:FILE, sharegpt:FILE or "
+        "mooncake:FILE",
+    ),
+    "allocator": Flag(
+        comma_list(choice(*_ALLOCATORS)), "NAME,...", f"{', '.join(_ALLOCATORS)}; all of them"
+    ),
+    "page_size": Flag(comma_list(whole(1)), "N,...", "tokens a page, where paged; 16"),
+    "num_requests": Flag(whole(1), "N", "requests of a workload", 1000),
+    "kv_slots": Flag(whole(1), "N", "tokens that the pool holds; 15,728 (12 GB) if not given"),
+    "max_length": Flag(whole(2), "N", "longest sequence; longer requests are left out", 2048),
+    "headroom_pages": Flag(
+        whole(), "N", "pages kept free for each running request when another starts", 0
+    ),
+    "call_overhead_ms": Flag(_milliseconds, "X", "added to the time of every step", 0.0),
+    "sequence_overhead_ms": Flag(
+        _milliseconds, "X", "added to a decode step for each of its sequences", 0.0
+    ),
+}
+
+
+def run_study(
+    flags: absl_flags.FlagValues,
+    command: str,
+    workloads: tuple[str, ...],
+    rates: tuple[tuple[float | None, ...], ...],
+    question: str,
+    **changes: Any,
+) -> int:
+    """Runs a study into its run folder, prints its tables and where the report is.
+
+    Args:
+      flags: those of `SIMULATION_FLAGS`, seed and out.
+      command: the study's.
+      workloads: to run.
+      rates: of each.
+      question: for the report.
+      **changes: fields of the study that differ from the flags.
+
+    Returns:
+      The exit status: 1 where a point failed.
+    """
+    from kvlab.research.allocation_study import AllocationStudy, measure_point, point_label
+    from kvlab.research.point_run import run_points
+    from kvlab.research.results import RunFolder, config_hash
+
+    given: dict[str, Any] = {name: flags[name].value for name in flags}
+    fields: dict[str, Any] = {
+        "allocators": given.get("allocator"),
+        "page_sizes": given["page_size"],
+        "kv_slots": given["kv_slots"],
+        **changes,
+    }
+    study = AllocationStudy(
+        command,
+        workloads,
+        rates,
+        num_requests=given["num_requests"],
+        seed=given["seed"],
+        max_length=given["max_length"],
+        headroom_pages=given["headroom_pages"],
+        call_overhead_s=given["call_overhead_ms"] / 1e3,
+        sequence_overhead_s=given["sequence_overhead_ms"] / 1e3,
+        **{name: value for name, value in fields.items() if value is not None},
+    )
+    config, points = study.to_json(), list(study.points())
+    out = pathlib.Path(given["out"] or f"runs/{command}-{config_hash(config)[:8]}")
+    with RunFolder.open(
+        out,
+        command=command,
+        config=config,
+        seeds=(study.seed,),
+        argv=[argument for argument in sys.argv[1:] if argument != command],
+        points=len(points),
+        title=command.replace("_", " "),
+        question=question,
+    ) as folder:
+        rows = run_points(folder, points, study.seed, measure_point, point_label)
+    return present(out, rows, command)

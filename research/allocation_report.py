@@ -1,0 +1,372 @@
+"""What reports show of the simulated studies of allocators, beside the published figures.
+
+Published: "Efficient Memory Management for Large Language Model Serving with PagedAttention" (arXiv
+2309.06180), Fig. 2 (shares of the KV memory), Fig. 11 (mean lengths) and Fig. 13 (batched
+requests); OPT-13B on one A100-40GB.
+"""
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvlab.research.allocation_study import allocator_name, point_label, sustained_rate
+from kvlab.research.bar_chart import Bar, BarPanel, draw_bars
+from kvlab.research.chart_style import COLOURS
+from kvlab.research.line_chart import Line, LinePanel, draw_lines
+from kvlab.research.presentation import Picture, Presentation
+from kvlab.research.rows import Row
+from kvlab.research.stacked_bars import StackedBar, draw_stacked_bars
+from kvlab.research.tables import Table, milliseconds, percent, significant, whole
+
+FIG_2 = {
+    "max": (20.4, 13.3, 57.3, 8.9),
+    "pow2": (26.8, 17.9, 13.6, 41.6),
+    "oracle": (38.2, 25.2, 0.0, 36.6),
+    "paged-16": (96.3,),
+}
+"""Percent of KV memory: token states, reservation, internal fragmentation, external and other."""
+
+FIG_13 = {
+    ("sharegpt-like", 2.0): {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged-16": 30.42},
+    ("alpaca-like", 30.0): {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "paged-16": 132.44},
+}
+"""Mean number of batched requests, by workload and requests a second."""
+
+LATENCY_LIMIT_S = 0.1
+"""Seconds a token up to which a rate counts as sustained: ten tokens a second."""
+
+_PARTS = ("token states", "reserved", "internal", "external and other")
+_PART_METRICS = ("kv_filled", "kv_reserved", "kv_internal", "kv_free")
+_TERMS = {
+    "max, pow2, oracle": "contiguous allocation as before paging, in three versions of Orca: every "
+    "request reserves one run of slots, for the longest sequence (max), for its output rounded up "
+    "to a power of two (pow2), or for its true length, which no real system knows (oracle).",
+    "paged-N": "pages of N tokens, handed out as sequences grow.",
+    "token states": "slots that hold a token's keys and values.",
+    "reserved": "slots held for tokens that their request will still make.",
+    "internal": "slots held for a request that it will never fill (internal fragmentation).",
+    "external and other": "slots that nobody holds while requests wait: pieces too small to be "
+    "given (external fragmentation), or kept back.",
+    "while waiting": "averaged over the time in which at least one request waited for memory.",
+    "normalised latency": "seconds from a request's arrival to its end, over its output tokens.",
+    "preemptions": "times a request gave its pages back because they ran out, and started again.",
+}
+_READING = (
+    "No model runs: the scheduler and the page table are the engine's own, and a step takes the "
+    "time that its operations and bytes need on the device of the study (no overhead unless one is "
+    "given). Averages are over time. Published figures stand beside measured ones where the paper "
+    "has them."
+)
+_CONDITIONS = (
+    "Published conditions: real ShareGPT and Alpaca texts (mean 161 in and 338 out, 19 in and 58 "
+    "out), vLLM of 2023 and the authors' Orca on a real A100. Here: lengths drawn from lognormals "
+    "with those means (or the trace that was given), an ideal A100 and this project's scheduler, "
+    "which prefills in chunks beside running decodes."
+)
+
+_CONCURRENCY: dict[str, tuple[str, Callable[[float], str]]] = {
+    "running_mean": ("batched", significant),
+    "running_mean_waiting": ("batched, while waiting", significant),
+    "waiting_share": ("time with waiting %", percent),
+    "normalized_latency_mean_s": ("ms a token, mean", milliseconds),
+    "preemptions": ("preemptions", whole),
+}
+
+_Rows = Mapping[tuple[str, str], list[Row]]  # by workload and allocator, in the order of the run
+
+
+def _by_allocator(rows: Sequence[Row]) -> _Rows:
+    found: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        if row["status"] == "ok":
+            found[row["config"]["workload"], allocator_name(row["config"])].append(row)
+    return found
+
+
+def _presentation(
+    rows: Sequence[Row],
+    tables: Sequence[Table],
+    findings: Sequence[str],
+    pictures: Sequence[Picture],
+) -> Presentation:
+    configs = [row["config"] for row in rows]
+    shared: dict[str, Any] = {
+        name: value
+        for name, value in (configs[0] if configs else {}).items()
+        if all(config.get(name) == value for config in configs) and value is not None
+    }
+    return Presentation(
+        reading=f"{_READING} {_CONDITIONS}",
+        terms=_TERMS,
+        findings=findings,
+        tables=tables,
+        brief_tables=tables,
+        pictures=pictures,
+        labels=[point_label(config) for config in configs],
+        held_fixed=shared,
+    )
+
+
+def present_memory_waste(rows: Sequence[Row]) -> Presentation:
+    """Shares of the KV memory, by allocator, beside Fig. 2 of the paper."""
+    found: dict[str, dict[str, Row]] = collections.defaultdict(dict)
+    for (workload, name), (row, *_) in _by_allocator(rows).items():
+        if f"{_PART_METRICS[0]}_waiting" in row["metrics"]:
+            found[workload][name] = row
+    tables: list[Table] = []
+    findings: list[str] = []
+    pictures: list[Picture] = []
+    for number, (workload, allocators) in enumerate(found.items()):
+        shares = {name: _shares(row) for name, row in allocators.items()}
+        title = f"Where the KV memory goes while requests wait: {workload}"
+        cells = tuple(_waste_cells(name, row) for name, row in allocators.items())
+        headings = [f"{part}{kind} %" for part in _PARTS for kind in ("", ", published")]
+        tables.append(Table(title, ("allocator", *headings, "preemptions"), cells))
+        bars = []
+        for name, measured in shares.items():
+            bars.append(StackedBar(f"{name}, measured", measured))
+            if name in FIG_2:
+                bars.append(StackedBar(f"{name}, published", FIG_2[name], faint=True))
+        caption = (
+            "Each bar is all memory for keys and values, averaged over the time in which requests "
+            "waited. The paler bars are Fig. 2 of the PagedAttention paper."
+        )
+        png = draw_stacked_bars(title, _PARTS, bars)
+        pictures.append(Picture(f"memory_waste_{number}.png", title, caption, png))
+        findings += _waste_findings(workload, shares)
+    return _presentation(rows, tables, findings, pictures)
+
+
+def _shares(row: Row) -> tuple[float, ...]:
+    """Percent of the KV memory for each part, while requests waited."""
+    return tuple(100 * row["metrics"][f"{part}_waiting"] for part in _PART_METRICS)
+
+
+def _waste_cells(name: str, row: Row) -> dict[str, str]:
+    measured = {f"{p} %": f"{v:.1f}" for p, v in zip(_PARTS, _shares(row), strict=True)}
+    known = zip(_PARTS, FIG_2.get(name, ()), strict=False)  # of paging the first part alone
+    published = {f"{part}, published %": f"{value:.1f}" for part, value in known}
+    preemptions = whole(row["metrics"]["preemptions"])
+    return {"allocator": name, **measured, **published, "preemptions": preemptions}
+
+
+def _waste_findings(workload: str, allocators: Mapping[str, tuple[float, ...]]) -> list[str]:
+    contiguous = {n: shares[0] for n, shares in allocators.items() if not n.startswith("paged")}
+    paged = {n: shares for n, shares in allocators.items() if n.startswith("paged")}
+    found = []
+    if contiguous:
+        low, high = 100 - max(contiguous.values()), 100 - min(contiguous.values())
+        which = ", ".join(contiguous)
+        found.append(
+            f"{workload}: contiguous allocation ({which}) leaves {low:.0f} to {high:.0f} % of KV "
+            "memory without a token (the claim: 60 to 80 %)."
+        )
+    for name, shares in paged.items():
+        found.append(
+            f"{workload}: {name} wastes {100 - shares[0]:.1f} %: {shares[1] + shares[2]:.1f} % in "
+            f"pages that are not full yet and {shares[3]:.1f} % in pages that nobody holds."
+        )
+    return found
+
+
+def present_concurrency(rows: Sequence[Row]) -> Presentation:
+    """Batched requests beside Fig. 13, and normalised latency against the request rate."""
+    found = _by_allocator(rows)
+    cells = []
+    for (workload, name), of_one in found.items():
+        for row in of_one:
+            rate = row["config"]["rate"]
+            published = FIG_13.get((workload, rate), {}).get(name)
+            shown = {
+                heading: show(row["metrics"][metric])
+                for metric, (heading, show) in _CONCURRENCY.items()
+                if metric in row["metrics"]
+            }
+            shown |= {} if published is None else {"batched, published": f"{published:.2f}"}
+            asked = "all waiting" if rate is None else f"{rate:g}"
+            cells.append({"workload": workload, "allocator": name, "requests/s": asked, **shown})
+    headings = ("batched", "batched, published", "batched, while waiting", "time with waiting %")
+    table = Table(
+        "Requests served at once, and how long a token takes",
+        ("workload", "allocator", "requests/s", *headings, "ms a token, mean", "preemptions"),
+        tuple(cells),
+    )
+    pictures = [_batched_picture(found), _latency_picture(found)]
+    return _presentation(
+        rows,
+        [table] if cells else [],
+        _concurrency_findings(found),
+        [picture for picture in pictures if picture is not None],
+    )
+
+
+def _waiting_rows(found: _Rows) -> dict[str, dict[str, float]]:
+    """Requests at once while others waited, by workload and allocator: the backlog's if it ran."""
+    best: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    for (workload, name), rows in found.items():
+        backlog = [row for row in rows if row["config"]["rate"] is None]
+        for row in backlog:
+            if "running_mean_waiting" in row["metrics"]:
+                best[workload][name] = row["metrics"]["running_mean_waiting"]
+    return best
+
+
+def _published(workload: str) -> dict[str, float]:
+    return next((known for (name, _), known in FIG_13.items() if name == workload), {})
+
+
+def _batched_picture(found: _Rows) -> Picture | None:
+    panels: list[BarPanel] = []
+    labels: dict[str, None] = {}
+    for workload, allocators in _waiting_rows(found).items():
+        bars = []
+        for name, value in allocators.items():
+            published = _published(workload).get(name)
+            for kind, number, colour in (
+                ("measured", value, COLOURS[0]),
+                ("published", published, COLOURS[6]),
+            ):
+                label = f"{name}, {kind}"
+                labels[label] = None
+                if number is not None:
+                    bars.append(Bar(label, colour, number, number, number))
+        panels.append(BarPanel(workload, "requests at once", tuple(bars)))
+    if not panels:
+        return None
+    title = "Requests at once, while others wait"
+    caption = (
+        "How many requests have memory on average while others wait for it. The grey bars are Fig. "
+        "13 of the PagedAttention paper, at 2 (ShareGPT) and 30 (Alpaca) requests a second."
+    )
+    return Picture("batched.png", title, caption, draw_bars([[p] for p in panels], list(labels)))
+
+
+def _curves(found: _Rows, workload: str) -> dict[str, list[tuple[float, float]]]:
+    """(requests a second, seconds a token) of each allocator."""
+    return {
+        name: sorted(
+            (row["config"]["rate"], row["metrics"]["normalized_latency_mean_s"])
+            for row in rows
+            if row["config"]["rate"] is not None and "normalized_latency_mean_s" in row["metrics"]
+        )
+        for (of, name), rows in found.items()
+        if of == workload
+    }
+
+
+def _latency_picture(found: _Rows) -> Picture | None:
+    panels = []
+    for workload in dict.fromkeys(workload for workload, _ in found):
+        curves = {n: c for n, c in _curves(found, workload).items() if len(c) > 1}
+        lines = tuple(
+            Line(name, index, tuple((rate, 1e3 * latency) for rate, latency in curve))
+            for index, (name, curve) in enumerate(curves.items())
+        )
+        if lines:
+            panels.append(
+                LinePanel(workload, "requests a second", "ms a token, mean", lines, marked=True)
+            )
+    if not panels:
+        return None
+    title = "Normalised latency against the request rate"
+    caption = (
+        "End-to-end latency of a request over its output tokens, mean of all requests. Where a "
+        "curve turns up, requests arrive faster than they are served, and the longer the run the "
+        "higher it gets. Compare Fig. 12 of the PagedAttention paper."
+    )
+    return Picture("latency_against_rate.png", title, caption, draw_lines(panels))
+
+
+def _concurrency_findings(found: _Rows) -> list[str]:
+    sentences = []
+    for workload, allocators in _waiting_rows(found).items():
+        paged = {n: value for n, value in allocators.items() if n.startswith("paged")}
+        for name, value in paged.items():
+            parts = []
+            for other in ("max", "pow2", "oracle"):
+                if other in allocators:
+                    ratio = f"x{value / allocators[other]:.1f} of {other}"
+                    known = _published(workload)
+                    if other in known and name in known:
+                        ratio += f" (published x{known[name] / known[other]:.1f})"
+                    parts.append(ratio)
+            if parts:
+                sentences.append(
+                    f"{workload}: on the same memory {name} serves {value:.1f} requests at once, "
+                    f"{', '.join(parts)}."
+                )
+    for workload in dict.fromkeys(workload for workload, _ in found):
+        rates = {
+            name: sustained_rate(curve, LATENCY_LIMIT_S)
+            for name, curve in _curves(found, workload).items()
+            if len(curve) > 1
+        }
+        known = {name: rate for name, rate in rates.items() if rate}
+        if len(known) > 1:
+            listed = ", ".join(f"{name} {rate:.2g}" for name, rate in known.items())
+            sentences.append(
+                f"{workload}: requests a second sustained within {1e3 * LATENCY_LIMIT_S:.0f} ms a "
+                f"token: {listed} (at most the highest rate that was run)."
+            )
+    return sentences
+
+
+def present_page_size(rows: Sequence[Row]) -> Presentation:
+    """Normalised latency and waste against the page size, beside Fig. 18b in words."""
+    by_rate: dict[tuple[str, float | None], list[Row]] = collections.defaultdict(list)
+    cells = []
+    for row in rows:
+        if row["status"] == "ok":
+            config = row["config"]
+            by_rate[config["workload"], config["rate"]].append(row)
+            metrics = row["metrics"]
+            asked = "all waiting" if config["rate"] is None else f"{config['rate']:g}"
+            shown = {
+                "ms a token, mean": milliseconds(metrics["normalized_latency_mean_s"]),
+                "batched": significant(metrics["running_mean"]),
+                "preemptions": whole(metrics["preemptions"]),
+            }
+            taken = sum(metrics[part] for part in _PART_METRICS[:3])
+            wasted = metrics["kv_reserved"] + metrics["kv_internal"]
+            shown["not filled, of pages taken %"] = percent(wasted / taken) if taken else "0"
+            named = {"workload": config["workload"], "requests/s": asked}
+            cells.append({**named, "page size": str(config["page_size"]), **shown})
+    headings = ("ms a token, mean", "not filled, of pages taken %", "batched", "preemptions")
+    table = Table("By page size", ("workload", "requests/s", "page size", *headings), tuple(cells))
+    panels, findings = [], []
+    for (workload, rate), of_one in by_rate.items():
+        points = sorted(
+            (row["config"]["page_size"], 1e3 * row["metrics"]["normalized_latency_mean_s"])
+            for row in of_one
+        )
+        asked = "all waiting" if rate is None else f"{rate:g} requests/s"
+        if len(points) > 1:
+            lines = (Line("mean", 0, tuple(points)),)
+            panels.append(
+                LinePanel(
+                    f"{workload}, {asked}",
+                    "tokens a page",
+                    "ms a token, mean",
+                    lines,
+                    marked=True,
+                    from_zero=True,
+                    doubling=True,
+                )
+            )
+            best = min(points, key=lambda point: point[1])[1]
+            near = [str(size) for size, latency in points if latency <= 1.05 * best]
+            findings.append(
+                f"{workload}, {asked}: page sizes within 5 % of the best latency: "
+                f"{', '.join(near)} of {', '.join(str(size) for size, _ in points)}. (Published, "
+                "with a real kernel: 16 to 128 on ShareGPT; 16 and 32 on Alpaca.)"
+            )
+    pictures = []
+    if panels:
+        caption = (
+            "A page costs what its last tokens leave empty; what small pages cost a kernel is not "
+            "in the cost model, so it cannot show why very small ones are slow on a GPU. Compare "
+            "Fig. 18b of the PagedAttention paper."
+        )
+        title = "Latency against the page size"
+        pictures.append(Picture("page_size.png", title, caption, draw_lines(panels)))
+    return _presentation(rows, [table] if cells else [], findings, pictures)

@@ -1,0 +1,186 @@
+"""Simulated serving of requests: how memory is used, how many run at once, how long they take.
+
+The engine's scheduler and page table run for real; a cost model takes the place of the model. The
+studies repeat those of "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (arXiv 2309.06180): OPT-13B on one A100-40GB, with 12 GB for keys and values.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvlab.research.arrivals import Workload, poisson
+from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
+from kvlab.research.engine import Engine, EngineOptions
+from kvlab.research.request_metrics import serving_metrics
+from kvlab.research.requests import Request
+from kvlab.research.serving import serve
+from kvlab.research.simulation import SimulationConfig, simulated
+from kvlab.research.workloads import load_workload
+
+KV_BYTES = 12 * 2**30
+"""Memory for keys and values of OPT-13B on an A100-40GB: PagedAttention, Table 1."""
+
+_SEQUENCES = 256  # at once, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class AllocationStudy:
+    """Requests served by allocators, at request rates.
+
+    Args:
+      command: that asks for it.
+      workloads: words that `load_workload` takes.
+      rates: requests a second of each workload, by its place in `workloads`; None has all
+        requests wait from the start.
+      allocators: `paged`, `max`, `pow2`, `oracle`.
+      page_sizes: tokens a page, where paged.
+      num_requests: of a drawn workload, or taken from a trace.
+      seed: of lengths and arrivals.
+      kv_slots: token slots of the pool.
+      max_length: longest sequence; longer requests are left out.
+      headroom_pages: see `EngineOptions`.
+      device: a name of `kvlab.research.cost_model.DEVICES`.
+      call_overhead_s: see `StepCost`.
+      sequence_overhead_s: see `StepCost`.
+
+    Raises:
+      ValueError: an unknown device, or rates for another number of workloads.
+    """
+
+    command: str
+    workloads: tuple[str, ...]
+    rates: tuple[tuple[float | None, ...], ...]
+    allocators: tuple[str, ...] = ("max", "pow2", "oracle", "paged")
+    page_sizes: tuple[int, ...] = (16,)
+    num_requests: int = 1000
+    seed: int = 0
+    kv_slots: int = KV_BYTES // OPT_13B.kv_bytes_per_token
+    max_length: int = 2048
+    headroom_pages: int = 0
+    device: str = "A100-40GB"
+    call_overhead_s: float = 0.0
+    sequence_overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if self.device not in DEVICES:
+            raise ValueError(f"device={self.device!r} given: use {', '.join(DEVICES)}")
+        if len(self.rates) != len(self.workloads):
+            raise ValueError(
+                f"{len(self.rates)} lists of rates given for {len(self.workloads)} workloads"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The study as a manifest stores it."""
+        return dataclasses.asdict(self)
+
+    def points(self) -> Iterator[dict[str, Any]]:
+        """The config of each row, in the order they run."""
+        shared = {
+            "model": OPT_13B.name,
+            "device": self.device,
+            "kv_slots": self.kv_slots,
+            "max_length": self.max_length,
+            "num_requests": self.num_requests,
+            "headroom_pages": self.headroom_pages,
+            "call_overhead_s": self.call_overhead_s,
+            "sequence_overhead_s": self.sequence_overhead_s,
+        }
+        for workload, rates in zip(self.workloads, self.rates, strict=True):
+            for allocator in self.allocators:
+                for page_size in self.page_sizes if allocator == "paged" else (None,):
+                    for rate in rates:
+                        paged = {} if page_size is None else {"page_size": page_size}
+                        named = {"workload": workload, "rate": rate, "allocator": allocator}
+                        yield {**named, **paged, **shared}
+
+
+def point_label(config: Mapping[str, Any]) -> str:
+    """A row's config in a few words."""
+    rate = "all waiting" if config["rate"] is None else f"{config['rate']:g} requests/s"
+    return f"{config['workload']} {allocator_name(config)} {rate}"
+
+
+def allocator_name(config: Mapping[str, Any]) -> str:
+    """The allocator of a row; a paged one with its page size."""
+    name = config["allocator"]
+    return f"{name}-{config['page_size']}" if name == "paged" else str(name)
+
+
+@functools.lru_cache(maxsize=2)
+def _workload(text: str, num_requests: int, seed: int, max_length: int) -> Workload:
+    return load_workload(text, num_requests=num_requests, seed=seed, max_length=max_length)
+
+
+def measure_point(
+    config: Mapping[str, Any], seed: int
+) -> tuple[dict[str, float], dict[str, list[tuple[float, float]]]]:
+    """Serves the requests of one point.
+
+    Args:
+      config: from `AllocationStudy.points`.
+      seed: of lengths and arrivals.
+
+    Returns:
+      Metrics, and series: the share of the token slots that were filled over simulated seconds.
+    """
+    workload = _workload(config["workload"], config["num_requests"], seed, config["max_length"])
+    if config["rate"] is not None:
+        workload = poisson(workload, config["rate"], seed)
+    cost = StepCost(
+        OPT_13B,
+        DEVICES[config["device"]],
+        call_overhead_s=config["call_overhead_s"],
+        sequence_overhead_s=config["sequence_overhead_s"],
+    )
+    simulation = SimulationConfig(
+        cost,
+        config["allocator"],
+        config.get("page_size", 1),
+        config["kv_slots"],
+        slots=min(_SEQUENCES, len(workload.arrivals)),
+        max_length=config["max_length"],
+    )
+    options = EngineOptions(reuse_prefixes=False, headroom_pages=config["headroom_pages"])
+    engine = Engine(simulated(simulation), options)
+    requests = list(_requests(workload, arrive=config["rate"] is not None))
+    for _ in serve(engine, requests):
+        pass
+    metrics = serving_metrics(engine.times, engine.history)
+    lengths = np.array([(one.prompt_tokens, one.output_tokens) for one in workload.arrivals])
+    metrics["prompt_tokens_mean"], metrics["output_tokens_mean"] = lengths.mean(axis=0)
+    shares = [(usage.time_s, usage.filled / usage.total) for usage in engine.history]
+    return metrics, {"kv_filled": shares[:: max(1, len(shares) // 400)]}
+
+
+def _requests(workload: Workload, arrive: bool) -> Iterator[Request]:
+    for one in workload.arrivals:
+        prompt = np.broadcast_to(np.int32(0), one.prompt_tokens)
+        when = one.arrival_s if arrive else 0.0
+        yield Request(str(one.number), prompt, one.output_tokens, arrival_s=when)
+
+
+def sustained_rate(latencies: Sequence[tuple[float, float]], limit_s: float) -> float | None:
+    """The highest rate up to which the normalised latency stays within a limit.
+
+    Args:
+      latencies: (requests a second, seconds a token), by rising rate.
+      limit_s: seconds a token.
+
+    Returns:
+      The rate, by straight lines between the measured ones; None where even the lowest is over
+      the limit, and the highest measured one where none is.
+    """
+    last: tuple[float, float] | None = None
+    for rate, latency in latencies:
+        if latency > limit_s:
+            if last is None:
+                return None
+            share = (limit_s - last[1]) / (latency - last[1])
+            return last[0] + share * (rate - last[0])
+        last = rate, latency
+    return None if last is None else last[0]
