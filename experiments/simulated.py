@@ -39,7 +39,9 @@ SIMULATION_FLAGS: dict[str, Any] = {
         comma_list(choice(*_ALLOCATORS)), "NAME,...", f"{', '.join(_ALLOCATORS)}; all of them"
     ),
     "page_size": Flag(comma_list(whole(1)), "N,...", "tokens a page, where paged; 16"),
-    "num_requests": Flag(whole(1), "N", "requests of a workload", 1000),
+    "num_requests": Flag(
+        whole(1), "N", "requests of each workload; enough for 400,000 tokens, 1,000 of a trace"
+    ),
     "kv_slots": Flag(whole(1), "N", "tokens that the pool holds; 15,728 (12 GB) if not given"),
     "max_length": Flag(whole(2), "N", "longest sequence; longer requests are left out", 2048),
     "headroom_pages": Flag(

@@ -119,18 +119,21 @@ def present_memory_waste(rows: Sequence[Row]) -> Presentation:
     for number, (workload, allocators) in enumerate(found.items()):
         shares = {name: _shares(row) for name, row in allocators.items()}
         title = f"Where the KV memory goes while requests wait: {workload}"
-        cells = tuple(_waste_cells(name, row) for name, row in allocators.items())
-        headings = [f"{part}{kind} %" for part in _PARTS for kind in ("", ", published")]
+        published = _fig_2(workload)
+        cells = tuple(_waste_cells(name, row, published) for name, row in allocators.items())
+        kinds = ("", ", published") if published else ("",)
+        headings = [f"{part}{kind} %" for part in _PARTS for kind in kinds]
         tables.append(Table(title, ("allocator", *headings, "preemptions"), cells))
         bars = []
         for name, measured in shares.items():
             bars.append(StackedBar(f"{name}, measured", measured))
-            if name in FIG_2:
-                bars.append(StackedBar(f"{name}, published", FIG_2[name], faint=True))
+            if name in published:
+                bars.append(StackedBar(f"{name}, published", published[name], faint=True))
         caption = (
             "Each bar is all memory for keys and values, averaged over the time in which requests "
-            "waited. The paler bars are Fig. 2 of the PagedAttention paper."
+            "waited."
         )
+        caption += " The paler bars are Fig. 2 of the PagedAttention paper." if published else ""
         png = draw_stacked_bars(title, _PARTS, bars)
         pictures.append(Picture(f"memory_waste_{number}.png", title, caption, png))
         findings += _waste_findings(workload, shares)
@@ -142,12 +145,17 @@ def _shares(row: Row) -> tuple[float, ...]:
     return tuple(100 * row["metrics"][f"{part}_waiting"] for part in _PART_METRICS)
 
 
-def _waste_cells(name: str, row: Row) -> dict[str, str]:
+def _fig_2(workload: str) -> Mapping[str, tuple[float, ...]]:
+    """The published shares, which are of ShareGPT."""
+    return FIG_2 if workload.startswith("sharegpt") else {}
+
+
+def _waste_cells(name: str, row: Row, published: Mapping[str, tuple[float, ...]]) -> dict[str, str]:
     measured = {f"{p} %": f"{v:.1f}" for p, v in zip(_PARTS, _shares(row), strict=True)}
-    known = zip(_PARTS, FIG_2.get(name, ()), strict=False)  # of paging the first part alone
-    published = {f"{part}, published %": f"{value:.1f}" for part, value in known}
+    known = zip(_PARTS, published.get(name, ()), strict=False)  # of paging the first part alone
+    beside = {f"{part}, published %": f"{value:.1f}" for part, value in known}
     preemptions = whole(row["metrics"]["preemptions"])
-    return {"allocator": name, **measured, **published, "preemptions": preemptions}
+    return {"allocator": name, **measured, **beside, "preemptions": preemptions}
 
 
 def _waste_findings(workload: str, allocators: Mapping[str, tuple[float, ...]]) -> list[str]:

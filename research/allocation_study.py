@@ -19,12 +19,13 @@ from kvlab.research.request_metrics import serving_metrics
 from kvlab.research.requests import Request
 from kvlab.research.serving import serve
 from kvlab.research.simulation import SimulationConfig, simulated
-from kvlab.research.workloads import load_workload
+from kvlab.research.workloads import MIXES, load_workload
 
 KV_BYTES = 12 * 2**30
 """Memory for keys and values of OPT-13B on an A100-40GB: PagedAttention, Table 1."""
 
-_SEQUENCES = 256  # at once, at most
+_TOKENS = 400_000  # of a drawn workload, prompts and outputs, where no number of requests is given
+_TRACE_REQUESTS = 1000  # of a trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class AllocationStudy:
         requests wait from the start.
       allocators: `paged`, `max`, `pow2`, `oracle`.
       page_sizes: tokens a page, where paged.
-      num_requests: of a drawn workload, or taken from a trace.
+      num_requests: of each workload; None is enough for 400,000 tokens of a named mix, or 1,000.
       seed: of lengths and arrivals.
       kv_slots: token slots of the pool.
       max_length: longest sequence; longer requests are left out.
@@ -56,7 +57,7 @@ class AllocationStudy:
     rates: tuple[tuple[float | None, ...], ...]
     allocators: tuple[str, ...] = ("max", "pow2", "oracle", "paged")
     page_sizes: tuple[int, ...] = (16,)
-    num_requests: int = 1000
+    num_requests: int | None = None
     seed: int = 0
     kv_slots: int = KV_BYTES // OPT_13B.kv_bytes_per_token
     max_length: int = 2048
@@ -85,7 +86,6 @@ class AllocationStudy:
             "device": self.device,
             "kv_slots": self.kv_slots,
             "max_length": self.max_length,
-            "num_requests": self.num_requests,
             "headroom_pages": self.headroom_pages,
             "call_overhead_s": self.call_overhead_s,
             "sequence_overhead_s": self.sequence_overhead_s,
@@ -96,7 +96,13 @@ class AllocationStudy:
                     for rate in rates:
                         paged = {} if page_size is None else {"page_size": page_size}
                         named = {"workload": workload, "rate": rate, "allocator": allocator}
-                        yield {**named, **paged, **shared}
+                        number = self.num_requests or _default_requests(workload)
+                        yield {**named, **paged, "num_requests": number, **shared}
+
+
+def _default_requests(workload: str) -> int:
+    mix = MIXES.get(workload)
+    return _TRACE_REQUESTS if mix is None else int(_TOKENS / (mix.mean_prompt + mix.mean_output))
 
 
 def point_label(config: Mapping[str, Any]) -> str:
@@ -142,7 +148,7 @@ def measure_point(
         config["allocator"],
         config.get("page_size", 1),
         config["kv_slots"],
-        slots=min(_SEQUENCES, len(workload.arrivals)),
+        slots=_sequences(workload, config["kv_slots"]),
         max_length=config["max_length"],
     )
     options = EngineOptions(reuse_prefixes=False, headroom_pages=config["headroom_pages"])
@@ -155,6 +161,12 @@ def measure_point(
     metrics["prompt_tokens_mean"], metrics["output_tokens_mean"] = lengths.mean(axis=0)
     shares = [(usage.time_s, usage.filled / usage.total) for usage in engine.history]
     return metrics, {"kv_filled": shares[:: max(1, len(shares) // 400)]}
+
+
+def _sequences(workload: Workload, kv_slots: int) -> int:
+    """Sequences to allow at once: half as many again as the pool holds on average."""
+    held = np.mean([one.prompt_tokens + one.output_tokens / 2 for one in workload.arrivals])
+    return min(len(workload.arrivals), 64 * -(-int(1.5 * kv_slots / held) // 64))
 
 
 def _requests(workload: Workload, arrive: bool) -> Iterator[Request]:

@@ -124,7 +124,8 @@ def serving_metrics(
 
     Returns:
       By metric name: counts, medians and 99th percentiles in seconds, tokens and requests a second
-      from the first arrival to the last token, and the averages over time of `usage_metrics`.
+      from the first arrival to the last token, and the averages of `usage_metrics` from the first
+      arrival to the last (to the last token, where all arrived at once).
     """
     ended = [figures for figures in map(request_figures, times.values()) if figures is not None]
     metrics: dict[str, float] = {
@@ -160,7 +161,9 @@ def serving_metrics(
         good = sum(map(targets.met_by, ended))
         metrics["goodput_requests_per_s"] = good / (last - began)
         metrics["goodput_share"] = good / len(times)
-    return metrics | usage_metrics(history, began, last)
+    # From the first arrival to the last, or while all that came at once was served.
+    last_arrival = max(one.arrival_s for one in times.values())
+    return metrics | usage_metrics(history, began, last_arrival if last_arrival > began else last)
 
 
 def usage_metrics(history: Sequence[Usage], began: float, ended: float) -> dict[str, float]:
