@@ -9,7 +9,12 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvlab.research.allocation_study import allocator_name, point_label, sustained_rate
+from kvlab.research.allocation_study import (
+    allocator_name,
+    point_label,
+    sustained_rate,
+    workload_name,
+)
 from kvlab.research.bar_chart import Bar, BarPanel, draw_bars
 from kvlab.research.chart_style import COLOURS
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
@@ -79,7 +84,7 @@ def _by_allocator(rows: Sequence[Row]) -> _Rows:
     found: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
     for row in rows:
         if row["status"] == "ok":
-            found[row["config"]["workload"], allocator_name(row["config"])].append(row)
+            found[workload_name(row["config"]), allocator_name(row["config"])].append(row)
     return found
 
 
@@ -326,7 +331,7 @@ def present_page_size(rows: Sequence[Row]) -> Presentation:
     for row in rows:
         if row["status"] == "ok":
             config = row["config"]
-            by_rate[config["workload"], config["rate"]].append(row)
+            by_rate[workload_name(config), config["rate"]].append(row)
             metrics = row["metrics"]
             asked = "all waiting" if config["rate"] is None else f"{config['rate']:g}"
             shown = {
@@ -337,7 +342,7 @@ def present_page_size(rows: Sequence[Row]) -> Presentation:
             taken = sum(metrics[part] for part in _PART_METRICS[:3])
             wasted = metrics["kv_reserved"] + metrics["kv_internal"]
             shown["not filled, of pages taken %"] = percent(wasted / taken) if taken else "0"
-            named = {"workload": config["workload"], "requests/s": asked}
+            named = {"workload": workload_name(config), "requests/s": asked}
             cells.append({**named, "page size": str(config["page_size"]), **shown})
     headings = ("ms a token, mean", "not filled, of pages taken %", "batched", "preemptions")
     table = Table("By page size", ("workload", "requests/s", "page size", *headings), tuple(cells))

@@ -7,6 +7,7 @@ PagedAttention" (arXiv 2309.06180): OPT-13B on one A100-40GB, with 12 GB for key
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -108,7 +109,13 @@ def _default_requests(workload: str) -> int:
 def point_label(config: Mapping[str, Any]) -> str:
     """A row's config in a few words."""
     rate = "all waiting" if config["rate"] is None else f"{config['rate']:g} requests/s"
-    return f"{config['workload']} {allocator_name(config)} {rate}"
+    return f"{workload_name(config)} {allocator_name(config)} {rate}"
+
+
+def workload_name(config: Mapping[str, Any]) -> str:
+    """The workload of a row; of a trace its kind and the name of the file."""
+    kind, _, path = config["workload"].partition(":")
+    return f"{kind}:{pathlib.Path(path).stem}" if path else kind
 
 
 def allocator_name(config: Mapping[str, Any]) -> str:
