@@ -78,9 +78,10 @@ class PrefixIndex:
     """The prefixes that pages of one pool hold.
 
     Attributes:
-      hit_blocks, asked_blocks: full pages of the prompts that were started, and those of them
-        that were found; `hit_blocks / asked_blocks` is the hit rate.
-      hit_tokens, asked_tokens: the same in tokens, partial pages included.
+      asked_blocks: pages of the prompts that were started, a partial last one too.
+      hit_blocks: those of them that were found whole; over `asked_blocks` it is the hit rate.
+      asked_tokens: of those prompts.
+      hit_tokens: those of them that were found, parts of a page too.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -150,8 +151,9 @@ class PrefixIndex:
           num_tokens: tokens of the prompt.
           hit: what `find` gave.
         """
-        self.asked_blocks += len(prompt.hashes)
-        self.hit_blocks += min(len(hit.hashes), hit.length // self.page_size)
+        self.asked_blocks += -(-num_tokens // self.page_size)
+        ends = hit.length == num_tokens and hit.length % self.page_size > 0
+        self.hit_blocks += hit.length // self.page_size + ends
         self.asked_tokens += num_tokens
         self.hit_tokens += hit.length
         self._add_users(hit.hashes)
