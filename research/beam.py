@@ -13,7 +13,7 @@ another penalty and prunes.)
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -93,7 +93,10 @@ class Beam:
 
 
 def beam_search(
-    session: Session, prompts: Sequence[Prompt], options: BeamOptions
+    session: Session,
+    prompts: Sequence[Prompt],
+    options: BeamOptions,
+    watch: Callable[[Session], None] | None = None,
 ) -> Iterator[list[Beam]]:
     """Searches the likeliest continuations of prompts, as many side by side as slots allow.
 
@@ -104,6 +107,7 @@ def beam_search(
       session: an empty session; it is left empty, after an error too.
       prompts: what to continue.
       options: how.
+      watch: is called after each step, to look at the session.
 
     Yields:
       For each prompt, in order, its `num_return` best beams, best first.
@@ -129,7 +133,7 @@ def beam_search(
         raise ValueError("the session holds sequences; release them before a beam search")
     together = slots // beams
     for first in range(0, len(prompts), together):
-        yield from _run_wave(session, prompts[first : first + together], options)
+        yield from _run_wave(session, prompts[first : first + together], options, watch)
 
 
 class _Search:
@@ -193,7 +197,10 @@ class _Search:
 
 
 def _run_wave(
-    session: Session, prompts: Sequence[Prompt], options: BeamOptions
+    session: Session,
+    prompts: Sequence[Prompt],
+    options: BeamOptions,
+    watch: Callable[[Session], None] | None,
 ) -> list[list[Beam]]:
     """Searches prompts side by side; prompt i has the slots from i * num_beams on."""
     searches = [_Search(prompt, options, session.config.max_length) for prompt in prompts]
@@ -201,6 +208,8 @@ def _run_wave(
         session.prefill({i * options.num_beams: prompt.ids for i, prompt in enumerate(prompts)})
         while any(search.running for search in searches):
             _step(session, searches, options)
+            if watch is not None and session.lengths.any():
+                watch(session)
     finally:
         session.release()
     return [search.ended[: options.num_return] for search in searches]

@@ -24,6 +24,7 @@ from kvlab.research.presentation import Presentation
 from kvlab.research.results import RunFolderError, read_manifest, read_rows, write_atomically
 from kvlab.research.rows import Row
 from kvlab.research.serve_report import present_serve_trace
+from kvlab.research.sharing_report import present_sharing
 from kvlab.research.sweep_report import present_sweep
 from kvlab.research.tables import format_table
 
@@ -35,6 +36,7 @@ _PRESENTERS = {
     "concurrency": present_concurrency,
     "page_size": present_page_size,
     "serve_trace": present_serve_trace,
+    "sharing": present_sharing,
 }
 
 

@@ -36,7 +36,7 @@ def checked_decode(tiny, case):
     config = tiny.config("gqa", CASES[case])
     params = tiny.params("gqa")
     sampling = SamplingParams.from_requests([Sampling()] * config.slots)
-    stops = stop_array((), config.slots)
+    stops = stop_array([()] * config.slots)
     forced = jnp.zeros((config.slots, config.decode_steps), jnp.int32)
 
     def decode(cache, logits, limits):
