@@ -11,7 +11,7 @@ from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.requests import Request
 from kvlab.research.serving import serve
-from kvlab.research.simulation import SimulatedPages, SimulatedRuns, SimulationConfig, simulated
+from kvlab.research.simulation import SimulatedRuns, SimulationConfig, simulated
 
 COST = StepCost(OPT_13B, DEVICES["A100-40GB"])
 ORCA_SLOTS = 15_728  # of OPT-13B in 12 GiB
@@ -177,6 +177,15 @@ def test_a_pool_that_is_too_small_preempts_and_all_still_end(calls):
     for usage in engine.history:
         assert_it_adds_up(usage)
     assert_all_given_back(engine)
+
+
+def test_a_call_is_cut_short_before_anyone_is_preempted():
+    """Two requests want 116 tokens each and could have 64 in a call; the pool holds 160."""
+    engine = engine_of(kv_slots=160)
+    list(serve(engine, [request(number, 16, 100) for number in range(2)]))
+    full = next(n for n, usage in enumerate(engine.history) if usage.filled == 160)
+    assert {usage.running for usage in engine.history[: full + 1]} == {2}
+    assert engine.preemptions == engine.times["r1"].preemptions == 1
 
 
 def test_what_was_preempted_pays_for_its_tokens_again():
@@ -378,28 +387,3 @@ def test_hashes_beyond_the_full_pages_of_a_prompt_are_not_looked_at():
 def test_runs_have_no_pages_to_share(allocator):
     with pytest.raises(ValueError, match=f"allocator={allocator} has no pages to share"):
         engine_of(allocator, reuse=True)
-
-
-CONFIGS = {
-    "an unknown allocator": ({"allocator": "slab"}, "allocator='slab' given: use paged, max, pow2"),
-    "no tokens a page": ({"page_size": 0}, "page_size=0 given; it must be 1 or more"),
-    "no pool": ({"kv_slots": 0}, "kv_slots=0 given"),
-    "no slots": ({"slots": -1}, "slots=-1 given"),
-    "no length": ({"max_length": 0}, "max_length=0 given"),
-    "a pool of no page": ({"kv_slots": 15}, "kv_slots=15 and page_size=16: the pool holds no page"),
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_what_cannot_be_simulated_is_refused(case):
-    fields, reason = CONFIGS[case]
-    with pytest.raises(ValueError, match=reason):
-        SimulationConfig(COST, **{"allocator": "paged", "page_size": 16, "kv_slots": 64, **fields})
-
-
-def test_an_allocator_by_its_name():
-    for allocator, kind in {"paged": SimulatedPages, "pow2": SimulatedRuns}.items():
-        assert isinstance(simulated(SimulationConfig(COST, allocator, 16, 100)), kind)
-    paged = simulated(SimulationConfig(COST, "paged", 16, 100))
-    assert paged.pool_pages() == 6
-    assert paged.token_slots(np.zeros(0)) == (96, 0)
