@@ -18,7 +18,8 @@ class Usage(NamedTuple):
     while requests wait.
     """
 
-    time_s: float
+    time_s: float  # the end of the step
+    step_s: float  # how long it took
     running: int  # requests
     samples: int  # of those
     waiting: int  # requests
@@ -43,7 +44,7 @@ def measure(executor: Executor, running: Sequence[LiveRequest], waiting: int, ca
     for live in running:
         first, limit = live.slots[0], live.prompt_tokens + live.request.max_tokens
         for sample in live.open_samples:
-            has_prompt = sample.slot == first or live.prefilled
+            has_prompt = sample.slot == first or live.forked
             slots.append(sample.slot)
             held.append(live.done + sample.fed if has_prompt else 0)
             most.append(limit)
@@ -54,6 +55,7 @@ def measure(executor: Executor, running: Sequence[LiveRequest], waiting: int, ca
     unfilled = int(taken.sum() - tokens.sum())
     return Usage(
         time_s=executor.now(),
+        step_s=0.0,
         running=len(running),
         samples=len(slots),
         waiting=waiting,

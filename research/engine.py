@@ -151,13 +151,15 @@ class Engine:
           PolicyError: the policy failed. Nothing is lost: what was made is handed out by the next
             step that succeeds.
         """
+        began = self.executor.now()
         if self._stalled:
             self._preempt()
         self._admit()
         prefilled = self._prefill()
         usage = self._measure()
         self._decode(beside_prefill=prefilled)
-        self.history.append(usage._replace(time_s=self.executor.now()))
+        ended = self.executor.now()
+        self.history.append(usage._replace(time_s=ended, step_s=ended - began))
         progress, self._progress = self._progress, []
         return progress
 
@@ -231,6 +233,7 @@ class Engine:
         for sample in live.open_samples:
             sample.outcome = outcome
             self._progress.append(Progress(live.request.id, sample.index, (), (), outcome))
+        live.times.cut_short = True
         self._retire(live, self.executor.now())
 
     def _retire(self, live: LiveRequest, now: float) -> None:
@@ -314,6 +317,7 @@ class Engine:
         self.executor.prompt_done(first)
         if others:
             self.executor.fork(first, others)
+        live.forked = True
         self._prefilling.remove(live)
         self._decoding.append(live)
 

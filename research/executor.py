@@ -92,6 +92,10 @@ class Executor(Protocol):
         """Whether a sequence may start; takes what must be taken before that."""
         ...
 
+    def obstacle(self, prompt_tokens: int, most_tokens: int, n: int) -> str | None:
+        """Why n sequences could never be claimed together, even alone; None where they could."""
+        ...
+
     def prefill(self, pieces: Sequence[Piece]) -> np.ndarray:
         """One prefill call; whether there was room, [len(pieces)] bool."""
         ...
@@ -170,7 +174,7 @@ def refusal(executor: Executor, request: Request) -> str | None:
                 f"it may need {pages} pages and the pool has {pool}; ask for fewer tokens or "
                 "samples, or give more num_pages"
             )
-    return None
+    return executor.obstacle(tokens, most, request.n)
 
 
 class ModelExecutor:
@@ -237,6 +241,11 @@ class ModelExecutor:
         """Pages are taken as tokens come: nothing to do."""
         del slot, prompt_tokens, most_tokens
         return True
+
+    def obstacle(self, prompt_tokens: int, most_tokens: int, n: int) -> str | None:
+        """There is none."""
+        del prompt_tokens, most_tokens, n
+        return None
 
     def prefill(self, pieces: Sequence[Piece]) -> np.ndarray:
         """See `Executor.prefill`."""

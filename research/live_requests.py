@@ -96,6 +96,7 @@ class LiveRequest:
         self.done = 0  # prompt tokens in the cache
         self.started = False  # it has looked for its prefix
         self.prefilled = False  # what follows the prompt is known
+        self.forked = False  # all of its samples hold the prompt
         self.hashes: list[Hashable] = []  # of the indexed blocks that it uses
         self.writing: tuple[Hashable, ...] = ()  # of the blocks that it is to add
         for sample in self.samples:

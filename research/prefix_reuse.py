@@ -75,12 +75,13 @@ class PrefixReuse:
                 return False
             slot, tokens, done = live.slots[0], live.prompt_tokens, hit.length
             self.index.use(live.blocks, tokens, hit)
-            live.hashes = list(hit.hashes)
             self.make_room(1)
             if done and not self._executor.attach(slot, hit.pages, done, tokens):
                 done = full * self.index.page_size  # no page for a copy of the partial one
                 if done:
                     self._executor.attach(slot, hit.pages[:full], done, tokens)
+            self.index.give_back(hit.hashes[full:])  # a partial page has been copied
+            live.hashes = list(hit.hashes[:full])
             live.done, live.writing = done, missing
             self._being_written.update(missing)
         live.started = True

@@ -41,8 +41,13 @@ class RequestFigures:
 
 
 def request_figures(times: Times) -> RequestFigures | None:
-    """The figures of a request; None where it has not ended, or never made a token."""
-    if times.finished_s is None or times.first_token_s is None or times.admitted_s is None:
+    """The figures of a request; None where it has not ended, was cut short, or made no token."""
+    if (
+        times.cut_short
+        or times.finished_s is None
+        or times.first_token_s is None
+        or times.admitted_s is None
+    ):
         return None
     per_token = [seconds for seconds in map(_tpot, times.bursts) if seconds is not None]
     return RequestFigures(
@@ -89,7 +94,7 @@ def weighted_percentile(values: np.ndarray, weights: np.ndarray, percent: float)
     """
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order])
-    place = np.searchsorted(reached, percent / 100 * reached[-1])
+    place = np.searchsorted(100 * reached, percent * reached[-1])
     return float(values[order][min(place, len(values) - 1)])
 
 
@@ -136,7 +141,8 @@ def serving_metrics(
     if not ended:
         return metrics
     began = min(one.arrival_s for one in times.values())
-    last = max(one.finished_s for one in times.values() if one.finished_s is not None)
+    bursts = [one for each in times.values() for of_one in each.bursts for one in of_one]
+    last = max(burst.last_s for burst in bursts)
     tokens = sum(figures.output_tokens for figures in ended)
     metrics["output_tokens"] = tokens
     metrics["duration_s"] = last - began
@@ -170,31 +176,36 @@ def usage_metrics(history: Sequence[Usage], began: float, ended: float) -> dict[
     """Averages over time of how the cache was used.
 
     Args:
-      history: one entry for each step, with the time of its end.
-      began: steps that end by then do not count.
-      ended: steps that end later do not count.
+      history: one entry for each step.
+      began: what was before does not count.
+      ended: what comes later does not count.
 
     Returns:
       `running_mean`, `samples_mean`, `waiting_mean`, `running_max`; the shares of all token slots
       `kv_filled`, `kv_reserved`, `kv_internal`, `kv_cached`, `kv_free`; and the same with the
       suffix `_waiting`, over the steps in which a request waited, where free slots are such that
-      it could not be given ("external fragmentation and other").
+      it could not be given ("external fragmentation and other"). Between steps nothing runs.
     """
-    ends = np.array([began, *(usage.time_s for usage in history)])
-    within = (ends[1:] > began) & (ends[1:] <= ended)
-    seconds = np.diff(ends).clip(0) * within
-    metrics: dict[str, float] = {}
-    if not seconds.sum():
-        return metrics
-    columns = {name: np.array([getattr(u, name) for u in history]) for name in Usage._fields[1:]}
-    metrics["running_max"] = int(columns["running"][within].max())
-    for suffix, weights in (("", seconds), ("_waiting", seconds * (columns["waiting"] > 0))):
-        if not weights.sum():
+    columns = {name: np.array([getattr(u, name) for u in history]) for name in Usage._fields}
+    starts = np.clip(columns["time_s"] - columns["step_s"], began, ended)
+    seconds = np.clip(columns["time_s"], began, ended) - starts
+    if not seconds.any():
+        return {}
+    waits = seconds * (columns["waiting"] > 0)
+    metrics: dict[str, float] = {"running_max": int(columns["running"][seconds > 0].max())}
+    for suffix, weights, span in (
+        ("", seconds, ended - began),
+        ("_waiting", waits, float(waits.sum())),
+    ):
+        if not span:
             continue
         for name in ("running", "samples", "waiting"):
-            metrics[f"{name}_mean{suffix}"] = float(np.average(columns[name], weights=weights))
-        for name in ("filled", "reserved", "internal", "cached", "free"):
-            share = np.average(columns[name] / columns["total"], weights=weights)
-            metrics[f"kv_{name}{suffix}"] = float(share)
-    metrics["waiting_share"] = float((seconds * (columns["waiting"] > 0)).sum() / seconds.sum())
+            metrics[f"{name}_mean{suffix}"] = float(columns[name] @ weights / span)
+        taken = 0.0
+        for name in ("filled", "reserved", "internal", "cached"):
+            share = float(columns[name] / columns["total"] @ weights / span)
+            metrics[f"kv_{name}{suffix}"] = share
+            taken += share
+        metrics[f"kv_free{suffix}"] = 1.0 - taken
+    metrics["waiting_share"] = float(waits.sum() / (ended - began))
     return metrics

@@ -90,6 +90,7 @@ class Times:
       finished_s: its last sample ended.
       bursts: of each sample, one for each decode call that gave it new tokens.
       preemptions: times it had to give up its pages and start again.
+      cut_short: it was cancelled, or ran out of pages.
     """
 
     arrival_s: float
@@ -98,3 +99,4 @@ class Times:
     finished_s: float | None = None
     bursts: list[list[Burst]] = dataclasses.field(default_factory=list)
     preemptions: int = 0
+    cut_short: bool = False

@@ -92,6 +92,11 @@ class _Simulated:
     def prompt_done(self, slot: int) -> None:
         """There is nothing to do."""
 
+    def obstacle(self, prompt_tokens: int, most_tokens: int, n: int) -> str | None:
+        """There is none."""
+        del prompt_tokens, most_tokens, n
+        return None
+
     def prefill(self, pieces: Sequence[Piece]) -> np.ndarray:
         """See `Executor.prefill`."""
         slots = np.array([piece.slot for piece in pieces], int)
@@ -292,6 +297,17 @@ class SimulatedRuns(_Simulated):
         if start is not None:
             self._starts[slot], self._reserved[slot] = start, size
         return start is not None
+
+    def obstacle(self, prompt_tokens: int, most_tokens: int, n: int) -> str | None:
+        """See `Executor.obstacle`."""
+        size = self._reserve(prompt_tokens, most_tokens, self.max_length)
+        empty = BuddyAllocator(self._buddies.num_slots)
+        if all(empty.allocate(size) is not None for _ in range(n)):
+            return None
+        return (
+            f"allocator={self.config.allocator} reserves {size} slots for each of its {n} samples, "
+            f"and the pool of {empty.num_slots} has no room for them; give more kv_slots"
+        )
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
         """Copies the tokens into the targets' own runs."""

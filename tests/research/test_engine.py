@@ -2,6 +2,8 @@
 
 Compares bits throughout: tokens and log-probabilities of a request served alone, in a new engine of
 the same configuration, against the same request among others.
+
+Over 400 lines, because all of it is one promise, tested with one way to build and read an engine.
 """
 
 import dataclasses
@@ -320,6 +322,16 @@ def test_int8_pages_are_lent_too(tiny):
     engine = engine_of(tiny, *CACHES["int8"], reuse_prefixes=True)
     assert served(engine, requests) == cold
     assert engine.index.hit_blocks == 3 * 4
+
+
+def test_a_request_that_fits_the_pool_fits_it_warm_too(tiny):
+    """A known page in which its prompt ends is copied, and then not in use beside the copy."""
+    text = np.array(tiny.prompt(16, seed=3), np.int32)
+    requests = [Request("a", text, 3), Request("b", text[:12], 127)]  # b takes all 18 pages
+    for reuse in (False, True):
+        engine = engine_of(tiny, fields={"num_pages": 18}, reuse_prefixes=reuse)
+        assert served(engine, requests[:1])["a", 0][2] == "length"
+        assert served(engine, requests[1:])["b", 0][2] == "length"
 
 
 REFUSALS = {

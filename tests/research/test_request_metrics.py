@@ -81,6 +81,13 @@ def test_a_percentile_is_the_smallest_value_that_holds_so_much_weight():
     assert weighted_percentile(np.array([4.0]), np.array([9]), 99) == 4
 
 
+@pytest.mark.parametrize("percent", [7, 29, 50, 55, 57, 99])
+@pytest.mark.parametrize("count", [100, 700, 2300])
+def test_a_percentile_at_a_whole_number_of_weights_is_exact(percent, count):
+    values, weights = np.arange(1.0, count + 1), np.ones(count, int)
+    assert weighted_percentile(values, weights, percent) == percent * count // 100
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_weighted_percentile_is_that_of_every_value_repeated(seed):
     random = np.random.default_rng(seed)
@@ -143,6 +150,14 @@ def test_requests_that_have_not_ended_count_as_asked_alone():
     assert metrics["ttft_p50_s"] == metrics["ttft_p99_s"] == 2.0
 
 
+def test_what_was_cut_short_has_not_ended_and_a_run_ends_with_its_last_token():
+    cancelled = dataclasses.replace(ONE, finished_s=100.0, cut_short=True)
+    waited = dataclasses.replace(WAITS, finished_s=100.0, cut_short=True)
+    metrics = serving_metrics({"single": SINGLE, "one": cancelled, "waits": waited}, [])
+    assert (metrics["requests"], metrics["requests_ended"]) == (3, 1)
+    assert metrics["duration_s"] == ONE.bursts[0][-1].last_s - ONE.arrival_s
+
+
 def test_a_figure_that_cannot_be_formed_is_absent():
     assert serving_metrics({"waits": WAITS}, []) == {
         **{"requests": 1, "requests_ended": 0, "preemptions": 0}
@@ -153,18 +168,18 @@ def test_a_figure_that_cannot_be_formed_is_absent():
     assert {"ttft_p50_s", "e2e_p99_s", "queue_mean_s"} <= metrics.keys()
 
 
-def usage(time_s, running, waiting, filled, reserved, internal, cached, samples=None):
+def usage(time_s, running, waiting, filled, reserved, internal, cached, samples=None, step_s=1.0):
     total, samples = 100, running if samples is None else samples
     free = total - filled - reserved - internal - cached
     counts = running, samples, waiting, total, filled, reserved, internal, cached, free
-    return Usage(time_s, *counts)
+    return Usage(time_s, step_s, *counts)
 
 
 # A step of 1 second, one of 3 while two wait, one of 4.
 HISTORY = [
     usage(11.0, 1, 0, filled=10, reserved=4, internal=2, cached=0),
-    usage(14.0, 4, 2, filled=60, reserved=20, internal=8, cached=8, samples=6),
-    usage(18.0, 2, 0, filled=30, reserved=0, internal=4, cached=16),
+    usage(14.0, 4, 2, filled=60, reserved=20, internal=8, cached=8, samples=6, step_s=3.0),
+    usage(18.0, 2, 0, filled=30, reserved=0, internal=4, cached=16, step_s=4.0),
 ]
 
 
@@ -205,6 +220,16 @@ def test_steps_outside_the_run_do_not_count():
     assert usage_metrics([*early, *HISTORY], 10.0, 18.0) == whole
 
 
+def test_between_steps_nothing_runs_and_a_step_counts_as_far_as_it_lies_in_the_run():
+    idle = usage_metrics(HISTORY[:1], 10.0, 20.0)
+    assert idle["running_mean"] == pytest.approx(1 / 10)
+    assert idle["kv_filled"] == pytest.approx(0.1 / 10)
+    assert idle["kv_free"] == pytest.approx((9 + 0.84) / 10)
+    cut = usage_metrics(HISTORY, 12.0, 16.0)  # two seconds of the second step, two of the third
+    assert cut["running_mean"] == pytest.approx((2 * 4 + 2 * 2) / 4)
+    assert cut["waiting_share"] == 0.5
+
+
 def test_where_nobody_waits_there_is_no_average_of_waiting():
     metrics = usage_metrics(HISTORY[:1], 10.0, 18.0)
     assert not [name for name in metrics if name.endswith("_waiting")]
@@ -215,6 +240,6 @@ def test_where_nobody_waits_there_is_no_average_of_waiting():
 
 def test_a_run_has_the_averages_of_its_own_time():
     metrics = serving_metrics({"one": ONE, "two": TWO}, HISTORY)
-    expected = usage_metrics(HISTORY, 10.0, 25.0)
+    expected = usage_metrics(HISTORY, 10.0, 20.0)  # first arrival to last
     assert {name: metrics[name] for name in expected} == expected
-    assert metrics["waiting_share"] == 3 / 8
+    assert metrics["waiting_share"] == pytest.approx(3 / 10)

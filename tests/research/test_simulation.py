@@ -152,7 +152,7 @@ def test_what_is_filled_reserved_and_wasted_is_counted_token_by_token():
     first = engine.history[0]._replace(time_s=0)
     # 12 slots are free behind 20 tokens, 6 of them to be used; 13 behind 3, all to be used.
     counts = {"running": 2, "samples": 2, "waiting": 0, "total": 160, "filled": 23}
-    assert first == Usage(0, **counts, reserved=6 + 13, internal=6, cached=0, free=160 - 48)
+    assert first == Usage(0, 0, **counts, reserved=6 + 13, internal=6, cached=0, free=160 - 48)
 
 
 @pytest.mark.parametrize("calls", [None, (1, 17)], ids=["large calls", "small calls"])
