@@ -25,7 +25,7 @@ def request(number, prompt, output, **fields):
 
 
 @pytest.mark.parametrize(
-    ("allocator", "kv_slots", "n"), [("max", 100, 1), ("oracle", 100, 5), ("pow2", 127, 2)]
+    ("allocator", "kv_slots", "n"), [("max", 100, 1), ("oracle", 200, 5), ("pow2", 200, 2)]
 )
 def test_a_reservation_that_never_fits_is_refused(allocator, kv_slots, n):
     engine = engine_of(allocator, kv_slots=kv_slots)
