@@ -51,6 +51,7 @@ FLAGS = command_flags(
     reuse_prefixes=Flag(bool, "", "start on pages that hold a prompt's first tokens", True),
     ttft_target_ms=Flag(_positive, "X", "a request within both targets counts as goodput", 2000.0),
     tpot_target_ms=Flag(_positive, "X", "the target for the time per output token", 200.0),
+    skip_bad_rows=Flag(bool, "", "leave malformed rows of a trace out, and count them", False),
     check=Flag(whole(), "N", "answers to generate again alone and compare", 0),
 )
 
@@ -85,9 +86,11 @@ def main(argv: list[str]) -> int:
         reuse_prefixes=FLAGS.reuse_prefixes,
         ttft_target_s=FLAGS.ttft_target_ms / 1e3,
         tpot_target_s=FLAGS.tpot_target_ms / 1e3,
+        skip_bad_rows=FLAGS.skip_bad_rows,
         check=FLAGS.check,
         seed=FLAGS.seed,
     )
+    study.workload_in_time()  # before the model is loaded and anything is written
     config = study.to_json()
     out = pathlib.Path(FLAGS.out or f"runs/serve_trace-{config_hash(config)[:8]}")
     model = load_model(study.model)

@@ -42,6 +42,7 @@ SIMULATION_FLAGS: dict[str, Any] = {
     "num_requests": Flag(
         whole(1), "N", "requests of each workload; enough for 400,000 tokens, 1,000 of a trace"
     ),
+    "skip_bad_rows": Flag(bool, "", "leave malformed rows of a trace out, and count them", False),
     "kv_slots": Flag(whole(1), "N", "tokens that the pool holds; 15,728 (12 GB) if not given"),
     "max_length": Flag(whole(2), "N", "longest sequence; longer requests are left out", 2048),
     "headroom_pages": Flag(
@@ -75,7 +76,12 @@ def run_study(
     Returns:
       The exit status: 1 where a point failed.
     """
-    from kvlab.research.allocation_study import AllocationStudy, measure_point, point_label
+    from kvlab.research.allocation_study import (
+        AllocationStudy,
+        measure_point,
+        point_label,
+        read_workload,
+    )
     from kvlab.research.point_run import run_points
     from kvlab.research.results import RunFolder, config_hash
 
@@ -91,6 +97,7 @@ def run_study(
         workloads,
         rates,
         num_requests=given["num_requests"],
+        skip_bad_rows=given["skip_bad_rows"],
         seed=given["seed"],
         max_length=given["max_length"],
         headroom_pages=given["headroom_pages"],
@@ -99,6 +106,8 @@ def run_study(
         **{name: value for name, value in fields.items() if value is not None},
     )
     config, points = study.to_json(), list(study.points())
+    for point in points:
+        read_workload(point, study.seed)  # before anything is written
     out = pathlib.Path(given["out"] or f"runs/{command}-{config_hash(config)[:8]}")
     with RunFolder.open(
         out,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.research.arrivals import Workload, poisson
+from kvlab.research.arrivals import Workload, poisson, taken
 from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.request_metrics import serving_metrics
@@ -26,7 +26,7 @@ KV_BYTES = 12 * 2**30
 """Memory for keys and values of OPT-13B on an A100-40GB: PagedAttention, Table 1."""
 
 _TOKENS = 400_000  # of a drawn workload, prompts and outputs, where no number of requests is given
-_TRACE_REQUESTS = 1000  # of a trace
+_MOST_REQUESTS = 1000  # of a trace or an unnamed mix, likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,9 @@ class AllocationStudy:
         requests wait from the start.
       allocators: `paged`, `max`, `pow2`, `oracle`.
       page_sizes: tokens a page, where paged.
-      num_requests: of each workload; None is enough for 400,000 tokens of a named mix, or 1,000.
+      num_requests: of each workload; None is enough for 400,000 tokens of a named mix, or up to
+        1,000 of another.
+      skip_bad_rows: leaves malformed rows of a trace out, and counts them.
       seed: of lengths and arrivals.
       kv_slots: token slots of the pool.
       max_length: longest sequence; longer requests are left out.
@@ -59,6 +61,7 @@ class AllocationStudy:
     allocators: tuple[str, ...] = ("max", "pow2", "oracle", "paged")
     page_sizes: tuple[int, ...] = (16,)
     num_requests: int | None = None
+    skip_bad_rows: bool = False
     seed: int = 0
     kv_slots: int = KV_BYTES // OPT_13B.kv_bytes_per_token
     max_length: int = 2048
@@ -87,6 +90,7 @@ class AllocationStudy:
             "device": self.device,
             "kv_slots": self.kv_slots,
             "max_length": self.max_length,
+            "skip_bad_rows": self.skip_bad_rows,
             "headroom_pages": self.headroom_pages,
             "call_overhead_s": self.call_overhead_s,
             "sequence_overhead_s": self.sequence_overhead_s,
@@ -97,13 +101,17 @@ class AllocationStudy:
                     for rate in rates:
                         paged = {} if page_size is None else {"page_size": page_size}
                         named = {"workload": workload, "rate": rate, "allocator": allocator}
-                        number = self.num_requests or _default_requests(workload)
-                        yield {**named, **paged, "num_requests": number, **shared}
+                        yield {**named, **paged, "num_requests": self.num_requests, **shared}
 
 
-def _default_requests(workload: str) -> int:
-    mix = MIXES.get(workload)
-    return _TRACE_REQUESTS if mix is None else int(_TOKENS / (mix.mean_prompt + mix.mean_output))
+def read_workload(config: Mapping[str, Any], seed: int) -> Workload:
+    """The requests of a point, without their arrivals.
+
+    Raises:
+      ValueError: an unknown workload, or a trace that cannot be read or is malformed.
+    """
+    names = ("workload", "num_requests", "max_length", "skip_bad_rows")
+    return _workload(*(config[name] for name in names), seed)
 
 
 def point_label(config: Mapping[str, Any]) -> str:
@@ -124,9 +132,23 @@ def allocator_name(config: Mapping[str, Any]) -> str:
     return f"{name}-{config['page_size']}" if name == "paged" else str(name)
 
 
-@functools.lru_cache(maxsize=2)
-def _workload(text: str, num_requests: int, seed: int, max_length: int) -> Workload:
-    return load_workload(text, num_requests=num_requests, seed=seed, max_length=max_length)
+@functools.lru_cache(maxsize=4)
+def _workload(
+    text: str, num_requests: int | None, max_length: int, skip_bad_rows: bool, seed: int
+) -> Workload:
+    mix = MIXES.get(text)
+    if num_requests is None and mix is not None:
+        num_requests = int(_TOKENS / (mix.mean_prompt + mix.mean_output))
+    elif num_requests is None and ":" not in text:
+        num_requests = _MOST_REQUESTS
+    workload = load_workload(
+        text,
+        num_requests=num_requests,
+        seed=seed,
+        max_length=max_length,
+        skip_bad_rows=skip_bad_rows,
+    )
+    return taken(workload, min(len(workload.arrivals), num_requests or _MOST_REQUESTS))
 
 
 def measure_point(
@@ -141,7 +163,7 @@ def measure_point(
     Returns:
       Metrics, and series: the share of the token slots that were filled over simulated seconds.
     """
-    workload = _workload(config["workload"], config["num_requests"], seed, config["max_length"])
+    workload = read_workload(config, seed)
     if config["rate"] is not None:
         workload = poisson(workload, config["rate"], seed)
     cost = StepCost(
@@ -165,6 +187,7 @@ def measure_point(
         pass
     metrics = serving_metrics(engine.times, engine.history)
     lengths = np.array([(one.prompt_tokens, one.output_tokens) for one in workload.arrivals])
+    metrics["skipped_rows"] = workload.skipped_rows
     metrics["prompt_tokens_mean"], metrics["output_tokens_mean"] = lengths.mean(axis=0)
     shares = [(usage.time_s, usage.filled / usage.total) for usage in engine.history]
     return metrics, {"kv_filled": shares[:: max(1, len(shares) // 400)]}

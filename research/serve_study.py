@@ -53,6 +53,7 @@ class ServeStudy:
       reuse_prefixes: where the cache can.
       ttft_target_s: for goodput.
       tpot_target_s: for goodput.
+      skip_bad_rows: leaves malformed rows of a trace out, and counts them.
       check: so many answers are generated again alone, in the same configuration, and compared.
       seed: of lengths, arrivals and prompts.
     """
@@ -73,6 +74,7 @@ class ServeStudy:
     reuse_prefixes: bool
     ttft_target_s: float
     tpot_target_s: float
+    skip_bad_rows: bool
     check: int
     seed: int
 
@@ -100,7 +102,7 @@ class ServeStudy:
         Raises:
           ValueError: no request fits `max_length`.
         """
-        workload = self._workload()
+        workload = self.workload_in_time()
         return [
             Request(
                 str(one.number),
@@ -111,10 +113,21 @@ class ServeStudy:
             for one in workload.arrivals
         ]
 
-    def _workload(self) -> Workload:
+    def workload_in_time(self) -> Workload:
+        """The requests with their arrivals, scaled, without those that are too long.
+
+        Raises:
+          ValueError: an unknown workload, a trace that cannot be read or is malformed, or one of
+            which no request fits.
+        """
         drawn = ":" not in self.workload
         count = self.num_requests if drawn else None
-        workload = load_workload(self.workload, num_requests=count, seed=self.seed)
+        workload = load_workload(
+            self.workload,
+            num_requests=count,
+            seed=self.seed,
+            skip_bad_rows=self.skip_bad_rows,
+        )
         workload = scaled(workload, lengths=self.length_scale, rate=self.rate_scale)
         workload = fitting(workload, self.max_length)
         if not workload.arrivals:
@@ -234,6 +247,7 @@ class _Point:
             engine.history,
             Targets(self._study.ttft_target_s, self._study.tpot_target_s),
         )
+        metrics["skipped_rows"] = self._study.workload_in_time().skipped_rows
         metrics["requests_refused"] = len(left) - len(engine.times)
         metrics["requests_of_earlier_run"] = len(requests) - len(left)
         metrics |= self._state(engine)

@@ -16,10 +16,17 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_library_example_runs(capsys):
-    (example,) = [block for block in BLOCKS if "Session" in block]
+    (example,) = [block for block in BLOCKS if "session.use" in block]
     exec(compile(example, "README.md", "exec"), {})
     assert "CacheUse(" in capsys.readouterr().out
     assert len([line for line in example.splitlines() if line.strip()]) <= 14
+
+
+def test_the_engine_example_runs(capsys):
+    (example,) = [block for block in BLOCKS if "Engine" in block]
+    exec(compile(example, "README.md", "exec"), {})
+    endings = [line for line in capsys.readouterr().out.splitlines() if line.endswith("length")]
+    assert len(endings) == 6
 
 
 def test_the_ablation_script_runs_from_any_folder(tmp_path, monkeypatch, capsys):
