@@ -124,7 +124,7 @@ def test_requests_that_can_never_be_served_are_rows_with_their_reason(kvlab, tmp
     trace = azure(tmp_path / "a.csv", [(0, 10, 5), (1, 100, 20), (2, 12, 5)])
     shown = kvlab(
         *("serve_trace", "--model=random:tiny-gqa", "--placement=paged", "--length_scale=1"),
-        *(f"--workload=azure:{trace}", "--rate_scale=100", "--kv_mib=0.03", "--max_length=160"),
+        *(f"--workload=azure:{trace}", "--rate_scale=100", "--kv_mib=0.05", "--max_length=160"),
         f"--out={tmp_path}/run",
     )
     rows = read_rows(tmp_path / "run")
