@@ -229,9 +229,16 @@ class SimulatedPages(_Simulated):
 
     def _flush(self) -> None:
         """Tells the table who was released."""
-        if self._leaving.any():
-            self._table = _release(self._table, self._leaving)
-            self._leaving = np.zeros(self.slots, bool)
+        leaving = np.flatnonzero(self._leaving)
+        for start in range(0, len(leaving), _ROWS):
+            self._table = _release(self._table, self._padded(leaving[start : start + _ROWS]))
+        self._leaving[leaving] = False
+
+    def _padded(self, slots: np.ndarray) -> np.ndarray:
+        """Slots as the rows of a call, [_ROWS] int32."""
+        padded = np.full(_ROWS, self.slots, np.int32)
+        padded[: len(slots)] = slots
+        return padded
 
     def taken(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """See `Executor.taken`."""
@@ -255,12 +262,20 @@ class SimulatedPages(_Simulated):
         slots = np.flatnonzero(wanted)
         demand, free = self._new_pages(slots, wanted[slots]), int(self.free_pages()[0])
         self._flush()
-        self._table, granted = _reserve(self._table, wanted.astype(np.int32), most)
+        if len(slots) <= _ROWS:  # few rows may take many pages each
+            rows = self._padded(slots)
+            counts = np.zeros(_ROWS, np.int32)
+            counts[: len(slots)] = wanted[slots]
+            self._table, ok = _reserve_rows(self._table, rows, counts, most)
+        else:
+            self._table, ok = _reserve(self._table, wanted.astype(np.int32), most)
         if demand <= free:
             self._free = free - demand
             return np.ones(self.slots, bool)
         self._free = None
-        return np.asarray(granted)
+        granted = np.ones(self.slots, bool)
+        granted[slots] = np.asarray(ok)[: len(slots)] if len(slots) <= _ROWS else ok[slots]
+        return granted
 
 
 class SimulatedRuns(_Simulated):
@@ -359,9 +374,29 @@ def _reserve(table: PageTable, wanted: jax.Array, most: int) -> tuple[PageTable,
     return table.reserve(wanted, most)
 
 
+@functools.partial(jax.jit, static_argnames="most", donate_argnames="table")
+def _reserve_rows(
+    table: PageTable, slots: jax.Array, wanted: jax.Array, most: int
+) -> tuple[PageTable, jax.Array]:
+    """Of distinct rows alone, in slot order: the work does not grow with the other rows."""
+    rows, ok = table.rows(slots, jnp.zeros_like(slots)).reserve(wanted, most)
+    return _with_rows(table, slots, rows), ok
+
+
 @functools.partial(jax.jit, donate_argnames="table")
-def _release(table: PageTable, mask: jax.Array) -> PageTable:
-    return table.release(mask)
+def _release(table: PageTable, slots: jax.Array) -> PageTable:
+    """Of distinct rows alone."""
+    rows = table.rows(slots, jnp.zeros_like(slots))
+    return _with_rows(table, slots, rows.release(slots < table.num_sequences))
+
+
+def _with_rows(table: PageTable, slots: jax.Array, rows: PageTable) -> PageTable:
+    """A table whose pool is that of `rows`, which take the places of its rows `slots`."""
+    return dataclasses.replace(
+        rows,
+        page_indices=table.page_indices.at[slots].set(rows.page_indices, mode="drop"),
+        lengths=table.lengths.at[slots].set(rows.lengths, mode="drop"),
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="table")

@@ -23,7 +23,7 @@ def steps_of(engine, requests):
         ends = [(part.request_id, part.sample, part.outcome) for part in progress if part.outcome]
         groups = engine._prefilling, engine._decoding, engine._live.values()
         names = [[live.request.id for live in group] for group in groups]
-        steps.append((engine.history[-1][1:], names, ends, engine.preemptions))
+        steps.append((engine.history[-1][2:], names, ends, engine.preemptions))
     order = sorted(engine.times, key=lambda name: engine.times[name].admitted_s)
     return steps, order
 
