@@ -308,6 +308,7 @@ def _concurrency_findings(found: _Rows) -> list[str]:
                     f"{workload}: on the same memory {name} serves {value:.1f} requests at once, "
                     f"{', '.join(parts)}."
                 )
+    sentences += _why_fewer(found)
     for workload in dict.fromkeys(workload for workload, _ in found):
         rates = {
             name: sustained_rate(curve, LATENCY_LIMIT_S)
@@ -320,6 +321,27 @@ def _concurrency_findings(found: _Rows) -> list[str]:
             sentences.append(
                 f"{workload}: requests a second sustained within {1e3 * LATENCY_LIMIT_S:.0f} ms a "
                 f"token: {listed} (at most the highest rate that was run)."
+            )
+    return sentences
+
+
+def _why_fewer(found: _Rows) -> list[str]:
+    """Explains rows with far fewer requests at once than published, by Little's law."""
+    sentences = []
+    for (workload, name), rows in found.items():
+        for row in rows:
+            rate, metrics = row["config"]["rate"], row["metrics"]
+            published = FIG_13.get((workload, rate), {}).get(name)
+            here = metrics.get("running_mean")
+            if published is None or here is None or here > 0.7 * published:
+                continue
+            waited = percent(metrics.get("waiting_share", 0.0))
+            sentences.append(
+                f"{workload} at {rate:g} requests/s: {here:.1f} at once with {name}, published "
+                f"{published:.1f}. Requests at once are the rate times the seconds that each "
+                f"takes: {here / rate:.1f} here, on an ideal device (requests wait {waited} % of "
+                f"the time), {published / rate:.1f} there. While requests wait, memory decides, "
+                "and the figures compare."
             )
     return sentences
 
