@@ -1,22 +1,19 @@
 """What reports show of the simulated studies of allocators, beside the published figures.
 
 Published: "Efficient Memory Management for Large Language Model Serving with PagedAttention" (arXiv
-2309.06180), Fig. 2 (shares of the KV memory), Fig. 11 (mean lengths) and Fig. 13 (batched
-requests); OPT-13B on one A100-40GB.
+2309.06180), Fig. 2 (shares of the KV memory) and Fig. 11 (mean lengths); OPT-13B on one
+A100-40GB.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvlab.research.allocation_study import (
     allocator_name,
     point_label,
-    sustained_rate,
     workload_name,
 )
-from kvlab.research.bar_chart import Bar, BarPanel, draw_bars
-from kvlab.research.chart_style import COLOURS
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
 from kvlab.research.presentation import Picture, Presentation
 from kvlab.research.rows import Row
@@ -30,15 +27,6 @@ FIG_2 = {
     "paged-16": (96.3,),
 }
 """Percent of KV memory: token states, reservation, internal fragmentation, external and other."""
-
-FIG_13 = {
-    ("sharegpt-like", 2.0): {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged-16": 30.42},
-    ("alpaca-like", 30.0): {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "paged-16": 132.44},
-}
-"""Mean number of batched requests, by workload and requests a second."""
-
-LATENCY_LIMIT_S = 0.1
-"""Seconds a token up to which a rate counts as sustained: ten tokens a second."""
 
 _PARTS = ("token states", "reserved", "internal", "external and other")
 _PART_METRICS = ("kv_filled", "kv_reserved", "kv_internal", "kv_free")
@@ -69,18 +57,12 @@ _CONDITIONS = (
     "which prefills in chunks beside running decodes."
 )
 
-_CONCURRENCY: dict[str, tuple[str, Callable[[float], str]]] = {
-    "running_mean": ("batched", significant),
-    "running_mean_waiting": ("batched, while waiting", significant),
-    "waiting_share": ("time with waiting %", percent),
-    "normalized_latency_mean_s": ("ms a token, mean", milliseconds),
-    "preemptions": ("preemptions", whole),
-}
-
-_Rows = Mapping[tuple[str, str], list[Row]]  # by workload and allocator, in the order of the run
+RowsByAllocator = Mapping[
+    tuple[str, str], list[Row]
+]  # by workload and allocator, in the order of the run
 
 
-def _by_allocator(rows: Sequence[Row]) -> _Rows:
+def rows_by_allocator(rows: Sequence[Row]) -> RowsByAllocator:
     found: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
     for row in rows:
         if row["status"] == "ok":
@@ -88,7 +70,7 @@ def _by_allocator(rows: Sequence[Row]) -> _Rows:
     return found
 
 
-def _presentation(
+def presented(
     rows: Sequence[Row],
     tables: Sequence[Table],
     findings: Sequence[str],
@@ -115,7 +97,7 @@ def _presentation(
 def present_memory_waste(rows: Sequence[Row]) -> Presentation:
     """Shares of the KV memory, by allocator, beside Fig. 2 of the paper."""
     found: dict[str, dict[str, Row]] = collections.defaultdict(dict)
-    for (workload, name), (row, *_) in _by_allocator(rows).items():
+    for (workload, name), (row, *_) in rows_by_allocator(rows).items():
         if f"{_PART_METRICS[0]}_waiting" in row["metrics"]:
             found[workload][name] = row
     tables: list[Table] = []
@@ -142,7 +124,7 @@ def present_memory_waste(rows: Sequence[Row]) -> Presentation:
         png = draw_stacked_bars(title, _PARTS, bars)
         pictures.append(Picture(f"memory_waste_{number}.png", title, caption, png))
         findings += _waste_findings(workload, shares)
-    return _presentation(rows, tables, findings, pictures)
+    return presented(rows, tables, findings, pictures)
 
 
 def _shares(row: Row) -> tuple[float, ...]:
@@ -180,170 +162,6 @@ def _waste_findings(workload: str, allocators: Mapping[str, tuple[float, ...]]) 
             f"pages that are not full yet and {shares[3]:.1f} % in pages that nobody holds."
         )
     return found
-
-
-def present_concurrency(rows: Sequence[Row]) -> Presentation:
-    """Batched requests beside Fig. 13, and normalised latency against the request rate."""
-    found = _by_allocator(rows)
-    cells = []
-    for (workload, name), of_one in found.items():
-        for row in of_one:
-            rate = row["config"]["rate"]
-            published = FIG_13.get((workload, rate), {}).get(name)
-            shown = {
-                heading: show(row["metrics"][metric])
-                for metric, (heading, show) in _CONCURRENCY.items()
-                if metric in row["metrics"]
-            }
-            shown |= {} if published is None else {"batched, published": f"{published:.2f}"}
-            asked = "all waiting" if rate is None else f"{rate:g}"
-            cells.append({"workload": workload, "allocator": name, "requests/s": asked, **shown})
-    headings = ("batched", "batched, published", "batched, while waiting", "time with waiting %")
-    table = Table(
-        "Requests served at once, and how long a token takes",
-        ("workload", "allocator", "requests/s", *headings, "ms a token, mean", "preemptions"),
-        tuple(cells),
-    )
-    pictures = [_batched_picture(found), _latency_picture(found)]
-    return _presentation(
-        rows,
-        [table] if cells else [],
-        _concurrency_findings(found),
-        [picture for picture in pictures if picture is not None],
-    )
-
-
-def _waiting_rows(found: _Rows) -> dict[str, dict[str, float]]:
-    """Requests at once while others waited, by workload and allocator: the backlog's if it ran."""
-    best: dict[str, dict[str, float]] = collections.defaultdict(dict)
-    for (workload, name), rows in found.items():
-        backlog = [row for row in rows if row["config"]["rate"] is None]
-        for row in backlog:
-            if "running_mean_waiting" in row["metrics"]:
-                best[workload][name] = row["metrics"]["running_mean_waiting"]
-    return best
-
-
-def _published(workload: str) -> dict[str, float]:
-    return next((known for (name, _), known in FIG_13.items() if name == workload), {})
-
-
-def _batched_picture(found: _Rows) -> Picture | None:
-    panels: list[BarPanel] = []
-    labels: dict[str, None] = {}
-    for workload, allocators in _waiting_rows(found).items():
-        bars = []
-        for name, value in allocators.items():
-            published = _published(workload).get(name)
-            for kind, number, colour in (
-                ("measured", value, COLOURS[0]),
-                ("published", published, COLOURS[6]),
-            ):
-                label = f"{name}, {kind}"
-                labels[label] = None
-                if number is not None:
-                    bars.append(Bar(label, colour, number, number, number))
-        panels.append(BarPanel(workload, "requests at once", tuple(bars)))
-    if not panels:
-        return None
-    title = "Requests at once, while others wait"
-    caption = (
-        "How many requests have memory on average while others wait for it. The grey bars are Fig. "
-        "13 of the PagedAttention paper, at 2 (ShareGPT) and 30 (Alpaca) requests a second."
-    )
-    return Picture("batched.png", title, caption, draw_bars([[p] for p in panels], list(labels)))
-
-
-def _curves(found: _Rows, workload: str) -> dict[str, list[tuple[float, float]]]:
-    """(requests a second, seconds a token) of each allocator."""
-    return {
-        name: sorted(
-            (row["config"]["rate"], row["metrics"]["normalized_latency_mean_s"])
-            for row in rows
-            if row["config"]["rate"] is not None and "normalized_latency_mean_s" in row["metrics"]
-        )
-        for (of, name), rows in found.items()
-        if of == workload
-    }
-
-
-def _latency_picture(found: _Rows) -> Picture | None:
-    panels = []
-    for workload in dict.fromkeys(workload for workload, _ in found):
-        curves = {n: c for n, c in _curves(found, workload).items() if len(c) > 1}
-        lines = tuple(
-            Line(name, index, tuple((rate, 1e3 * latency) for rate, latency in curve))
-            for index, (name, curve) in enumerate(curves.items())
-        )
-        if lines:
-            panels.append(
-                LinePanel(workload, "requests a second", "ms a token, mean", lines, marked=True)
-            )
-    if not panels:
-        return None
-    title = "Normalised latency against the request rate"
-    caption = (
-        "End-to-end latency of a request over its output tokens, mean of all requests. Where a "
-        "curve turns up, requests arrive faster than they are served, and the longer the run the "
-        "higher it gets. Compare Fig. 12 of the PagedAttention paper."
-    )
-    return Picture("latency_against_rate.png", title, caption, draw_lines(panels))
-
-
-def _concurrency_findings(found: _Rows) -> list[str]:
-    sentences = []
-    for workload, allocators in _waiting_rows(found).items():
-        paged = {n: value for n, value in allocators.items() if n.startswith("paged")}
-        for name, value in paged.items():
-            parts = []
-            for other in ("max", "pow2", "oracle"):
-                if other in allocators:
-                    ratio = f"x{value / allocators[other]:.1f} of {other}"
-                    known = _published(workload)
-                    if other in known and name in known:
-                        ratio += f" (published x{known[name] / known[other]:.1f})"
-                    parts.append(ratio)
-            if parts:
-                sentences.append(
-                    f"{workload}: on the same memory {name} serves {value:.1f} requests at once, "
-                    f"{', '.join(parts)}."
-                )
-    sentences += _why_fewer(found)
-    for workload in dict.fromkeys(workload for workload, _ in found):
-        rates = {
-            name: sustained_rate(curve, LATENCY_LIMIT_S)
-            for name, curve in _curves(found, workload).items()
-            if len(curve) > 1
-        }
-        known = {name: rate for name, rate in rates.items() if rate}
-        if len(known) > 1:
-            listed = ", ".join(f"{name} {rate:.2g}" for name, rate in known.items())
-            sentences.append(
-                f"{workload}: requests a second sustained within {1e3 * LATENCY_LIMIT_S:.0f} ms a "
-                f"token: {listed} (at most the highest rate that was run)."
-            )
-    return sentences
-
-
-def _why_fewer(found: _Rows) -> list[str]:
-    """Explains rows with far fewer requests at once than published, by Little's law."""
-    sentences = []
-    for (workload, name), rows in found.items():
-        for row in rows:
-            rate, metrics = row["config"]["rate"], row["metrics"]
-            published = FIG_13.get((workload, rate), {}).get(name)
-            here = metrics.get("running_mean")
-            if published is None or here is None or here > 0.7 * published:
-                continue
-            waited = percent(metrics.get("waiting_share", 0.0))
-            sentences.append(
-                f"{workload} at {rate:g} requests/s: {here:.1f} at once with {name}, published "
-                f"{published:.1f}. Requests at once are the rate times the seconds that each "
-                f"takes: {here / rate:.1f} here, on an ideal device (requests wait {waited} % of "
-                f"the time), {published / rate:.1f} there. While requests wait, memory decides, "
-                "and the figures compare."
-            )
-    return sentences
 
 
 def present_page_size(rows: Sequence[Row]) -> Presentation:
@@ -404,4 +222,4 @@ def present_page_size(rows: Sequence[Row]) -> Presentation:
         )
         title = "Latency against the page size"
         pictures.append(Picture("page_size.png", title, caption, draw_lines(panels)))
-    return _presentation(rows, [table] if cells else [], findings, pictures)
+    return presented(rows, [table] if cells else [], findings, pictures)

@@ -15,11 +15,8 @@ from typing import Any
 
 import jinja2
 
-from kvlab.research.allocation_report import (
-    present_concurrency,
-    present_memory_waste,
-    present_page_size,
-)
+from kvlab.research.allocation_report import present_memory_waste, present_page_size
+from kvlab.research.concurrency_report import present_concurrency
 from kvlab.research.presentation import Presentation
 from kvlab.research.results import RunFolderError, read_manifest, read_rows, write_atomically
 from kvlab.research.rows import Row
