@@ -57,12 +57,12 @@ _CONDITIONS = (
     "which prefills in chunks beside running decodes."
 )
 
-RowsByAllocator = Mapping[
-    tuple[str, str], list[Row]
-]  # by workload and allocator, in the order of the run
+RowsByAllocator = Mapping[tuple[str, str], list[Row]]
+"""Finished rows by workload and allocator, in the order of the run."""
 
 
 def rows_by_allocator(rows: Sequence[Row]) -> RowsByAllocator:
+    """The finished rows of each workload and allocator."""
     found: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
     for row in rows:
         if row["status"] == "ok":
@@ -76,6 +76,7 @@ def presented(
     findings: Sequence[str],
     pictures: Sequence[Picture],
 ) -> Presentation:
+    """What a report shows of simulated rows, with the words that all such studies share."""
     configs = [row["config"] for row in rows]
     shared: dict[str, Any] = {
         name: value

@@ -128,11 +128,11 @@ def npz_writer(path: str | os.PathLike[str]) -> Iterator[Callable[[str, np.ndarr
         raise IsADirectoryError(f"{target} is a folder; give the path of a file")
     if target.exists() and not target.is_file():
         raise OSError(f"{target} is no regular file, and would be replaced; give another path")
-    target = target.resolve()  # what a link points to is written, and the link stays
+    named, target = target, target.resolve()  # what a link points to is written; the link stays
     try:
         descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     except OSError as error:
-        raise type(error)(f"cannot write {target}: {error.strerror}") from error
+        raise type(error)(f"cannot write {named}: {error.strerror}") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             with zipfile.ZipFile(file, "w", allowZip64=True) as archive:

@@ -213,10 +213,10 @@ class TestConfig:
         ("fields", "message"),
         [
             *(
-                ({field: 0}, f"{field}=0 given; it must be 1 or more")
+                ({field: 0}, f"{field}=0 given; it must be a whole number, 1 or more")
                 for field in ("slots", "max_length", "rows", "chunk", "decode_steps")
             ),
-            ({"num_pages": 0}, "num_pages=0 given; it must be 1 or more, or None"),
+            ({"num_pages": 0}, "num_pages=0 given; it must be a whole number, 1 or more"),
             (
                 {"specs": CacheSpec(Paged(152))},
                 "page_size=152 is past .* use page_size=151 or less",
@@ -250,8 +250,8 @@ class TestConfig:
             ({"num_kv_heads": (1, 6)}, "num_kv_heads has 2 entries for num_layers=3; give one"),
             ({"windows": (1, 2)}, "windows has 2 entries for num_layers=3"),
             ({"head_dim": 7}, "head_dim=7 is odd"),
-            ({"vocab_size": 0}, "vocab_size=0 given; it must be 1 or more"),
-            ({"max_length": 0}, "max_length=0 given; it must be 1 or more"),
+            ({"vocab_size": 0}, "vocab_size=0 given; it must be a whole number, 1 or more"),
+            ({"max_length": 0}, "max_length=0 given; it must be a whole number, 1 or more"),
             ({"activation": "swish"}, "'swish' is not known; .* silu, gelu, gelu_tanh, relu"),
             ({"dtype": "int8"}, "dtype='int8' is not known; .* float32, bfloat16, float16"),
         ],
