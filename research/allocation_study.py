@@ -19,7 +19,8 @@ from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.request_metrics import serving_metrics
 from kvlab.research.requests import Request
 from kvlab.research.serving import serve
-from kvlab.research.simulation import SimulationConfig, simulated
+from kvlab.research.simulated_runs import simulated
+from kvlab.research.simulation import SimulationConfig
 from kvlab.research.workloads import MIXES, load_workload
 
 KV_BYTES = 12 * 2**30

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab.ops.page_table import PageTable
-from kvlab.research.allocators import RESERVATIONS, BuddyAllocator
+from kvlab.research.allocators import RESERVATIONS
 from kvlab.research.calls import Piece
 from kvlab.research.cost_model import StepCost
 from kvlab.research.executor import Turn
@@ -59,7 +59,7 @@ class SimulationConfig:
             )
 
 
-class _Simulated:
+class Simulated:
     """What simulated executors share: lengths of sequences, and time.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Simulated:
         self.slots, self.max_length = config.slots, config.max_length
         self.next_arrival_s = math.inf
         self._now = 0.0
-        self._held = np.zeros(config.slots, int)
+        self.held = np.zeros(config.slots, int)
 
     def now(self) -> float:
         """Simulated seconds."""
@@ -103,12 +103,12 @@ class _Simulated:
         counts = np.array([0 if piece.stored else len(piece.ids) for piece in pieces], int)
         wanted = np.zeros(self.slots, int)
         np.add.at(wanted, slots, counts)
-        ok = self._grow(wanted, _ROWS * _CHUNK)
+        ok = self.grow(wanted, _ROWS * _CHUNK)
         grown = np.flatnonzero(wanted * ok)
-        before, added = self._held[grown], wanted[grown]
-        self._held[grown] += added
+        before, added = self.held[grown], wanted[grown]
+        self.held[grown] += added
         pairs = float(np.sum(added * before + added * (added + 1) / 2))
-        held = int(np.sum(self._held[np.unique(slots)]))
+        held = int(np.sum(self.held[np.unique(slots)]))
         self._now += float(self.config.cost.prefill_s(int(added.sum()), pairs, held))
         return ok[slots]
 
@@ -116,32 +116,32 @@ class _Simulated:
         """See `Executor.decode`; ends early where a sequence does, or a request arrives."""
         slots = np.fromiter(turns, int, len(turns))
         steps = min(turn.limit for turn in turns.values())
-        held = int(self._held[slots].sum())
+        held = int(self.held[slots].sum())
         totals = held + len(slots) * np.arange(1, steps + 1)
         ends = self._now + np.cumsum(self.config.cost.decode_s(len(slots), totals))
         steps = min(steps, int(np.searchsorted(ends, self.next_arrival_s)) + 1)
-        while steps > 1 and not self._has_room(slots, steps):
+        while steps > 1 and not self.has_room(slots, steps):
             steps //= 2
         wanted = np.zeros(self.slots, int)
         wanted[slots] = steps
-        ok = self._grow(wanted, _STEPS)
+        ok = self.grow(wanted, _STEPS)
         made = wanted * ok
-        self._held += made
+        self.held += made
         self._now = float(ends[steps - 1])
         none: Any = np.zeros((self.slots, steps), np.int8)  # tokens without values
         decoded: Any = none, none, made, np.zeros(self.slots, bool), ~ok
         return Decoded(*decoded)
 
-    def _has_room(self, slots: np.ndarray, steps: int) -> bool:
+    def has_room(self, slots: np.ndarray, steps: int) -> bool:
         """Whether sequences can grow by so many tokens each."""
         raise NotImplementedError
 
-    def _grow(self, wanted: np.ndarray, most: int) -> np.ndarray:
+    def grow(self, wanted: np.ndarray, most: int) -> np.ndarray:
         """Makes room for tokens of every sequence, at most `most`; ok [B] bool."""
         raise NotImplementedError
 
 
-class SimulatedPages(_Simulated):
+class SimulatedPages(Simulated):
     """Sequences on pages of the engine's own page table."""
 
     def __init__(self, config: SimulationConfig) -> None:
@@ -187,7 +187,7 @@ class SimulatedPages(_Simulated):
         padded[: len(targets)] = targets
         sources = np.where(padded < self.slots, source, self.slots).astype(np.int32)
         self._table = _fork(self._table, sources, padded)
-        self._held[list(targets)] = self._held[source]
+        self.held[list(targets)] = self.held[source]
 
     def attach(self, slot: int, pages: Sequence[int], length: int, prompt_tokens: int) -> bool:
         """See `Executor.attach`; prompts have no text, so no partial page is ever shared."""
@@ -197,7 +197,7 @@ class SimulatedPages(_Simulated):
         padded = np.full(self._table.pages_per_sequence, self._table.num_pages, np.int32)
         padded[: len(pages)] = pages
         self._table = _attach(self._table, np.int32(slot), padded, np.int32(length))
-        self._held[slot] = length
+        self.held[slot] = length
         return True
 
     def mapped_pages(self, slot: int, count: int) -> np.ndarray:
@@ -219,13 +219,13 @@ class SimulatedPages(_Simulated):
 
     def release(self, slots: Sequence[int]) -> None:
         """See `Executor.release`."""
-        held = [slot for slot in slots if self._held[slot]]
+        held = [slot for slot in slots if self.held[slot]]
         self._leaving[held] = True
         if self._shares:
             self._free = None
         elif self._free is not None:
-            self._free += int(np.sum(-(-self._held[held] // self.page_size)))
-        self._held[held] = 0
+            self._free += int(np.sum(-(-self.held[held] // self.page_size)))
+        self.held[held] = 0
 
     def _flush(self) -> None:
         """Tells the table who was released."""
@@ -252,13 +252,15 @@ class SimulatedPages(_Simulated):
         return pages * self.page_size, (pages - int(self.free_pages()[0])) * self.page_size
 
     def _new_pages(self, slots: np.ndarray, wanted: np.ndarray | int) -> int:
-        held, size = self._held[slots], self.page_size
+        held, size = self.held[slots], self.page_size
         return int(np.sum(-(-(held + wanted) // size) - -(-held // size)))
 
-    def _has_room(self, slots: np.ndarray, steps: int) -> bool:
+    def has_room(self, slots: np.ndarray, steps: int) -> bool:
+        """See `Simulated.has_room`."""
         return self._new_pages(slots, steps) <= int(self.free_pages()[0])
 
-    def _grow(self, wanted: np.ndarray, most: int) -> np.ndarray:
+    def grow(self, wanted: np.ndarray, most: int) -> np.ndarray:
+        """See `Simulated.grow`."""
         slots = np.flatnonzero(wanted)
         demand, free = self._new_pages(slots, wanted[slots]), int(self.free_pages()[0])
         self._flush()
@@ -276,97 +278,6 @@ class SimulatedPages(_Simulated):
         granted = np.ones(self.slots, bool)
         granted[slots] = np.asarray(ok)[: len(slots)] if len(slots) <= _ROWS else ok[slots]
         return granted
-
-
-class SimulatedRuns(_Simulated):
-    """Sequences in contiguous runs, reserved when they start and placed by a buddy allocator."""
-
-    def __init__(self, config: SimulationConfig) -> None:
-        """An empty pool."""
-        super().__init__(config)
-        self.prefix_obstacle = (
-            f"allocator={config.allocator} has no pages to share; use allocator=paged"
-        )
-        self._reserve = RESERVATIONS[config.allocator]
-        self._buddies = BuddyAllocator(config.kv_slots)
-        self._starts: dict[int, int] = {}  # of each slot's run
-        self._reserved = np.zeros(config.slots, int)
-
-    def pages(self, tokens: int) -> np.ndarray:
-        """There are none."""
-        del tokens
-        return np.zeros(0, int)
-
-    shared_pages = pages
-
-    def pool_pages(self) -> np.ndarray:
-        """There are none."""
-        return np.zeros(0, int)
-
-    free_pages = pool_pages
-
-    def claim(self, slot: int, prompt_tokens: int, most_tokens: int) -> bool:
-        """See `Executor.claim`."""
-        size = self._reserve(prompt_tokens, most_tokens, self.max_length)
-        start = self._buddies.allocate(size)
-        if start is not None:
-            self._starts[slot], self._reserved[slot] = start, size
-        return start is not None
-
-    def obstacle(self, prompt_tokens: int, most_tokens: int, n: int) -> str | None:
-        """See `Executor.obstacle`."""
-        size = self._reserve(prompt_tokens, most_tokens, self.max_length)
-        empty = BuddyAllocator(self._buddies.num_slots)
-        if all(empty.allocate(size) is not None for _ in range(n)):
-            return None
-        return (
-            f"allocator={self.config.allocator} reserves {size} slots for each of its {n} samples, "
-            f"and the pool of {empty.num_slots} has no room for them; give more kv_slots"
-        )
-
-    def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Copies the tokens into the targets' own runs."""
-        self._held[list(targets)] = self._held[source]
-
-    def attach(self, slot: int, pages: Sequence[int], length: int, prompt_tokens: int) -> bool:
-        """Nothing can be shared."""
-        raise NotImplementedError(self.prefix_obstacle)
-
-    def mapped_pages(self, slot: int, count: int) -> np.ndarray:
-        """There are none."""
-        raise NotImplementedError(self.prefix_obstacle)
-
-    def repin(self, pinned: Sequence[int], unpinned: Sequence[int]) -> None:
-        """There are no pages."""
-        raise NotImplementedError(self.prefix_obstacle)
-
-    def release(self, slots: Sequence[int]) -> None:
-        """See `Executor.release`."""
-        for slot in slots:
-            self._buddies.free(self._starts.pop(slot))
-            self._held[slot] = self._reserved[slot] = 0
-
-    def taken(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """What was reserved. A run's rounding up to a power of two is nobody's: fragmentation."""
-        del tokens
-        return self._reserved[slots]
-
-    def token_slots(self, taken: np.ndarray) -> tuple[int, int]:
-        """See `Executor.token_slots`."""
-        return self._buddies.num_slots, int(taken.sum())
-
-    def _has_room(self, slots: np.ndarray, steps: int) -> bool:
-        del slots, steps
-        return True
-
-    def _grow(self, wanted: np.ndarray, most: int) -> np.ndarray:
-        del most
-        return self._held + wanted <= np.where(wanted > 0, self._reserved, self.max_length)
-
-
-def simulated(config: SimulationConfig) -> SimulatedPages | SimulatedRuns:
-    """The executor of a configuration."""
-    return SimulatedPages(config) if config.allocator == "paged" else SimulatedRuns(config)
 
 
 @functools.partial(jax.jit, static_argnames="most", donate_argnames="table")

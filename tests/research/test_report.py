@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kvlab.research import report
+from kvlab.research import sweep_report
 from kvlab.research.figures import Picture
 from kvlab.research.findings import findings
 from kvlab.research.grouping import Points
@@ -110,7 +110,9 @@ class Page(html.parser.HTMLParser):
 def quick(monkeypatch):
     """Reports without the time that drawing takes."""
     monkeypatch.setattr(
-        report, "draw_figures", lambda _: [Picture("a.png", "Speed", "Longer is better.", PIXEL)]
+        sweep_report,
+        "draw_figures",
+        lambda _: [Picture("a.png", "Speed", "Longer is better.", PIXEL)],
     )
 
 

@@ -9,7 +9,8 @@ from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.requests import RefusedError, Request
 from kvlab.research.serving import serve
-from kvlab.research.simulation import SimulationConfig, simulated
+from kvlab.research.simulated_runs import simulated
+from kvlab.research.simulation import SimulationConfig
 
 COST = StepCost(OPT_13B, DEVICES["A100-40GB"], 0.7, 0.8, call_overhead_s=1e-3)
 FIELDS = {"page_size": 16, "kv_slots": 4096, "slots": 8, "max_length": 2048}

@@ -11,7 +11,8 @@ from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.requests import Request
 from kvlab.research.serving import serve
-from kvlab.research.simulation import SimulatedRuns, SimulationConfig, simulated
+from kvlab.research.simulated_runs import SimulatedRuns, simulated
+from kvlab.research.simulation import SimulationConfig
 
 COST = StepCost(OPT_13B, DEVICES["A100-40GB"])
 ORCA_SLOTS = 15_728  # of OPT-13B in 12 GiB
@@ -103,7 +104,7 @@ def assert_all_given_back(engine):
         executor._flush()
         assert not np.asarray(executor._table.lengths).any()
         assert not np.asarray(executor._table.ref_counts).any()
-    assert not executor._held.any()
+    assert not executor.held.any()
 
 
 def pages_by_hand(engine):

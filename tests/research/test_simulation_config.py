@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
-from kvlab.research.simulation import SimulatedPages, SimulatedRuns, SimulationConfig, simulated
+from kvlab.research.simulated_runs import SimulatedRuns, simulated
+from kvlab.research.simulation import SimulatedPages, SimulationConfig
 
 COST = StepCost(OPT_13B, DEVICES["A100-40GB"])
 

@@ -10,7 +10,8 @@ from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.request_metrics import serving_metrics
 from kvlab.research.requests import RefusedError, Request
 from kvlab.research.serving import serve
-from kvlab.research.simulation import SimulationConfig, simulated
+from kvlab.research.simulated_runs import simulated
+from kvlab.research.simulation import SimulationConfig
 
 COST = StepCost(OPT_13B, DEVICES["A100-40GB"])
 
@@ -61,7 +62,7 @@ def test_samples_that_wait_for_their_fork_hold_nothing():
 
     def checked():
         usage = measure()
-        held = np.array([executor._held[slot] for slot in range(9)])
+        held = np.array([executor.held[slot] for slot in range(9)])
         unfilled = int(np.sum(-(-held // 2) * 2 - held))  # behind the last token of each sample
         assert usage.filled == usage.total - usage.free - unfilled
         return usage

@@ -9,7 +9,8 @@ from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.requests import Request
 from kvlab.research.serving import serve
-from kvlab.research.simulation import SimulationConfig, simulated
+from kvlab.research.simulated_runs import simulated
+from kvlab.research.simulation import SimulationConfig
 
 COST = StepCost(OPT_13B, DEVICES["A100-40GB"])
 SLOTS, MAX_LENGTH, SIZE = 5, 40, 4
