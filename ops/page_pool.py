@@ -7,10 +7,30 @@ pages of ref_count 0. Taking costs O(pages taken) and giving back O(entries give
 the size of the pool. `kvlab.ops.page_table` is the user.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Int32
+
+_checks = contextvars.ContextVar("checks", default=True)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Traces operations without their checks, for programs that are never run under checkify.
+
+    A check is an effect of the program, even where it comes to nothing, and JAX dispatches programs
+    with effects from Python: 0.4 ms a call instead of 0.1.
+    """
+    token = _checks.set(False)
+    try:
+        yield
+    finally:
+        _checks.reset(token)
 
 
 def forbid(wrong: Bool[Array, "..."], message: str, **values: Array) -> None:
@@ -22,6 +42,8 @@ def forbid(wrong: Bool[Array, "..."], message: str, **values: Array) -> None:
       **values: arrays that broadcast to the shape of `wrong`; the message shows their element at
         the first wrong entry.
     """
+    if not _checks.get():
+        return
     first = jnp.argmax(wrong)
     picked = {
         name: jnp.broadcast_to(value, wrong.shape).reshape(-1)[first]

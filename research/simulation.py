@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvlab.ops.page_pool import unchecked
 from kvlab.ops.page_table import PageTable
 from kvlab.research.allocators import RESERVATIONS
 from kvlab.research.calls import Piece
@@ -276,13 +277,15 @@ class SimulatedPages(Simulated):
             return np.ones(self.slots, bool)
         self._free = None
         granted = np.ones(self.slots, bool)
-        granted[slots] = np.asarray(ok)[: len(slots)] if len(slots) <= _ROWS else ok[slots]
+        rows_ok = np.asarray(ok)
+        granted[slots] = rows_ok[: len(slots)] if len(slots) <= _ROWS else rows_ok[slots]
         return granted
 
 
 @functools.partial(jax.jit, static_argnames="most", donate_argnames="table")
 def _reserve(table: PageTable, wanted: jax.Array, most: int) -> tuple[PageTable, jax.Array]:
-    return table.reserve(wanted, most)
+    with unchecked():
+        return table.reserve(wanted, most)
 
 
 @functools.partial(jax.jit, static_argnames="most", donate_argnames="table")
@@ -290,7 +293,8 @@ def _reserve_rows(
     table: PageTable, slots: jax.Array, wanted: jax.Array, most: int
 ) -> tuple[PageTable, jax.Array]:
     """Of distinct rows alone, in slot order: the work does not grow with the other rows."""
-    rows, ok = table.rows(slots, jnp.zeros_like(slots)).reserve(wanted, most)
+    with unchecked():
+        rows, ok = table.rows(slots, jnp.zeros_like(slots)).reserve(wanted, most)
     return _with_rows(table, slots, rows), ok
 
 
@@ -298,7 +302,8 @@ def _reserve_rows(
 def _release(table: PageTable, slots: jax.Array) -> PageTable:
     """Of distinct rows alone."""
     rows = table.rows(slots, jnp.zeros_like(slots))
-    return _with_rows(table, slots, rows.release(slots < table.num_sequences))
+    with unchecked():
+        return _with_rows(table, slots, rows.release(slots < table.num_sequences))
 
 
 def _with_rows(table: PageTable, slots: jax.Array, rows: PageTable) -> PageTable:
