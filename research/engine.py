@@ -191,17 +191,19 @@ class Engine:
     def _has_pages(self, live: LiveRequest) -> bool:
         """Whether the pool has what a request needs at first, beside what others will need next."""
         known, given_up = self._prefixes.pages_for(live)
-        needed = self._first_pages(live) - known
+        needed, free = self._first_pages(live) - known, self.executor.free_pages() + given_up
         for other in self._prefilling:
             outstanding = self._first_pages(other) - self.executor.pages(other.done)
             needed = needed + np.maximum(outstanding, 0)
+        if np.any(needed > free):
+            return False
         headroom = self.options.headroom_pages * self.executor.pages(1)
         for other in self._decoding:
             for sample in other.open_samples:
                 held = other.prompt_tokens + sample.fed
                 next_page = self.executor.pages(held + 1) - self.executor.pages(held)
                 needed = needed + np.maximum(next_page, headroom)
-        return bool(np.all(needed <= self.executor.free_pages() + given_up))
+        return bool(np.all(needed <= free))
 
     def _first_pages(self, live: LiveRequest) -> np.ndarray:
         """Pages until every sample has one more token than it ever had."""
