@@ -136,7 +136,9 @@ def test_requests_that_can_never_be_served_are_rows_with_their_reason(kvlab, tmp
     assert shown.status == 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_a_run_that_is_stopped_keeps_what_has_ended_and_goes_on(how, tmp_path):
     command = [sys.executable, "-m", "kvlab.experiments.serve_trace", *TINY, "--rate=3"]
     command += ["--placement=paged", f"--out={tmp_path}/run"]

@@ -199,12 +199,13 @@ def test_a_prompt_that_is_wholly_known_is_asked_without_being_stored(tiny):
     cold = served(engine, [one])
     again = dataclasses.replace(one, id="again")
     engine.add(again)
-    engine.step()
+    warm = {}
+    collect(engine.step(), warm)
     assert engine.index.hit_tokens == 32
     # Its four pages are those of the index, and one is taken for what it decodes.
     table = engine.executor.calls.cache.tables[0]
     assert int(table.pages_in_use) == 5
-    warm = served(engine, [])
+    served(engine, [], warm)
     assert engine.index.hit_blocks == 4
     assert warm["again", 0] == cold["r1", 0]
     assert_all_given_back(engine)
@@ -291,7 +292,12 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("case", CACHES)
+LONG = ("per layer", "ring and KIVI")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.long) if c in LONG else c for c in CACHES]
+)
 def test_every_cache_is_served(case, tiny):
     """Against a session that holds the one request alone."""
     model, placement = CACHES[case]
