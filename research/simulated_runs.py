@@ -14,7 +14,7 @@ class SimulatedRuns(Simulated):
     def __init__(self, config: SimulationConfig) -> None:
         """An empty pool."""
         super().__init__(config)
-        self.prefix_obstacle = (
+        self.prefix_obstacle: str | None = (
             f"allocator={config.allocator} has no pages to share; use allocator=paged"
         )
         self._reserve = RESERVATIONS[config.allocator]

@@ -148,7 +148,8 @@ class SimulatedPages(Simulated):
     def __init__(self, config: SimulationConfig) -> None:
         """An empty pool."""
         super().__init__(config)
-        self.page_size, self.prefix_root = config.page_size, b"simulated"
+        self.page_size = config.page_size
+        self.prefix_root: bytes | None = b"simulated"
         num_pages = config.kv_slots // config.page_size
         per_sequence = -(-config.max_length // config.page_size)
         self._table = PageTable.init(config.slots, num_pages, config.page_size, per_sequence)
