@@ -141,9 +141,9 @@ def _pictures(rows: Sequence[Row]) -> list[Picture]:
         ("running", "Requests at once", "requests"),
     ):
         lines = tuple(
-            Line(_name(row), index, tuple((x, y) for x, y in row["series"][series]))
+            Line(_name(row), index, tuple((x, y) for x, y in points))
             for index, row in enumerate(rows)
-            if row.get("series", {}).get(series)
+            if (points := row.get("series", {}).get(series))
         )
         if lines:
             axes = title, "seconds since the first arrival", label
