@@ -78,11 +78,11 @@ def draw_lines(panels: Sequence[LinePanel]) -> bytes:
         axes.set_ylabel(panel.y_label, fontsize=9, color=MUTED)
         axes.grid(color=GRID, linewidth=0.8)
         heights = [y for line in panel.lines for _, y in line.points]
-        if spans_decades(heights):
+        if panel.from_zero:
+            axes.set_ylim(bottom=0.0, top=1.08 * max(heights) or 1.0)
+        elif spans_decades(heights):
             axes.set_yscale("log")
             axes.set_ylabel(f"{panel.y_label} (log scale)", fontsize=9, color=MUTED)
-        elif panel.from_zero:
-            axes.set_ylim(bottom=0.0, top=1.08 * max(heights) or 1.0)
         if panel.doubling:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
