@@ -1,4 +1,4 @@
-"""Show how many requests fit at once, and latency against the request rate, by allocator.
+"""Show how many requests fit at once, and latency by request rate and allocator.
 
     kvlab concurrency
     kvlab concurrency --workload=alpaca-like --rate=10,20,30 --allocator=oracle,paged

@@ -1,4 +1,4 @@
-"""Show where KV memory goes under contiguous and paged allocation, beside published figures.
+"""Show where KV memory goes, contiguous and paged, beside published figures.
 
     kvlab memory_waste
     kvlab memory_waste --workload=sharegpt:sharegpt.csv --allocator=oracle,paged --page_size=8,16,32

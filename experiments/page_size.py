@@ -1,4 +1,4 @@
-"""Show what the page size costs: latency and slots left empty, from 1 to 256 tokens a page.
+"""Show what the page size costs in latency and in slots left empty.
 
     kvlab page_size
     kvlab page_size --page_size=8,16,32,64 --workload=alpaca-like --rate=60

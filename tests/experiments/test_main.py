@@ -217,5 +217,10 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path):
 
 def test_every_command_module_is_listed_and_nothing_else():
     folder = pathlib.Path(main.__file__).parent
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "flags", "main"}
+    modules = {path.stem for path in folder.glob("*.py")} - {
+        "__init__",
+        "flags",
+        "main",
+        "simulated",
+    }
     assert set(main.commands()) == modules
