@@ -232,6 +232,7 @@ class _Point:
         self._config = budgeted_config(study, model, cache)
         shares = study.reuse_prefixes and prefix_obstacle(self._config) is None
         self._options = EngineOptions(reuse_prefixes=shares)
+        self._compiled = 0  # programs, before the first request
 
     def serve(
         self, requests: Sequence[Request]
@@ -273,6 +274,7 @@ class _Point:
         for number in range(2):
             for _ in serve(engine, [Request(str(number), prompt, 2)]):
                 pass
+        self._compiled = executor.calls.compile_count
 
     def _answers(self, engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[str, Answer]]:
         """Serves requests; each one's row is written when it ends."""
@@ -333,7 +335,7 @@ class _Point:
         metrics: dict[str, float] = {
             "slots": self._config.slots,
             "kv_bytes_allocated": calls.cache.nbytes(),
-            "compile_count": calls.compile_count,
+            "compile_count": self._compiled + calls.compile_count,
             "tokens_left": int(calls.lengths.sum()),
         }
         if pool.size:
