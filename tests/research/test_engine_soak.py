@@ -96,4 +96,4 @@ def test_random_requests_are_served_as_if_alone(tiny):
 @pytest.mark.parametrize("seed", range(10))
 def test_five_thousand_random_requests(seed, tiny):
     engine, _ = soak(tiny, seed=100 + seed, count=500)
-    assert engine.preemptions > 20
+    assert engine.preemptions > 10
