@@ -11,11 +11,11 @@ start (`inf`). Without --rate the paper's rates and some around them are run.
 
 import sys
 
-from kvlab.experiments.flags import Flag, comma_list, command_flags
+from kvlab.experiments.flags import command_flags
 from kvlab.experiments.main import execute
-from kvlab.experiments.simulated import SIMULATION_FLAGS, request_rate, run_study
+from kvlab.experiments.simulated import RATE_FLAG, SIMULATION_FLAGS, Rates, rates_of, run_study
 
-_RATES = {
+_RATES: dict[str, Rates] = {
     "sharegpt-like": (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, None),
     "alpaca-like": (5.0, 15.0, 30.0, 60.0, 90.0, 120.0, None),
 }
@@ -23,7 +23,7 @@ _RATES = {
 FLAGS = command_flags(
     "seed",
     out="the run folder; runs/NAME-HASH if not given",
-    rate=Flag(comma_list(request_rate), "X,...", "requests a second; inf has all wait at once"),
+    rate=RATE_FLAG,
     **SIMULATION_FLAGS,
 )
 
@@ -31,11 +31,7 @@ FLAGS = command_flags(
 def main(argv: list[str]) -> int:
     """Runs the study, prints its table and where the report is."""
     del argv
-    workloads = FLAGS.workload or tuple(_RATES)
-    unknown = [name for name in workloads if name not in _RATES]
-    if unknown and not FLAGS.rate:
-        raise ValueError(f"--rate is missing: the requests a second of {', '.join(unknown)}")
-    rates = tuple(FLAGS.rate or _RATES[name] for name in workloads)
+    workloads, rates = rates_of(FLAGS, _RATES)
     return run_study(
         FLAGS, "concurrency", workloads, rates, "How many requests fit on the same memory?"
     )

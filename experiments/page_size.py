@@ -9,17 +9,17 @@ workload at a rate that fills the memory.
 
 import sys
 
-from kvlab.experiments.flags import Flag, comma_list, command_flags
+from kvlab.experiments.flags import command_flags
 from kvlab.experiments.main import execute
-from kvlab.experiments.simulated import SIMULATION_FLAGS, request_rate, run_study
+from kvlab.experiments.simulated import RATE_FLAG, SIMULATION_FLAGS, Rates, rates_of, run_study
 
-_RATES: dict[str, tuple[float | None, ...]] = {"sharegpt-like": (3.5,), "alpaca-like": (80.0,)}
+_RATES: dict[str, Rates] = {"sharegpt-like": (3.5,), "alpaca-like": (80.0,)}
 _PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 FLAGS = command_flags(
     "seed",
     out="the run folder; runs/NAME-HASH if not given",
-    rate=Flag(comma_list(request_rate), "X,...", "requests a second; inf has all wait at once"),
+    rate=RATE_FLAG,
     **{name: flag for name, flag in SIMULATION_FLAGS.items() if name != "allocator"},
 )
 
@@ -27,15 +27,12 @@ FLAGS = command_flags(
 def main(argv: list[str]) -> int:
     """Runs the study, prints its table and where the report is."""
     del argv
-    workloads = FLAGS.workload or tuple(_RATES)
-    unknown = [name for name in workloads if name not in _RATES]
-    if unknown and not FLAGS.rate:
-        raise ValueError(f"--rate is missing: the requests a second of {', '.join(unknown)}")
+    workloads, rates = rates_of(FLAGS, _RATES)
     return run_study(
         FLAGS,
         "page_size",
         workloads,
-        tuple(FLAGS.rate or _RATES[name] for name in workloads),
+        rates,
         "How large should a page be?",
         allocators=("paged",),
         page_sizes=FLAGS.page_size or _PAGE_SIZES,

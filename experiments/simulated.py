@@ -55,11 +55,36 @@ SIMULATION_FLAGS: dict[str, Any] = {
 }
 
 
+RATE_FLAG = Flag(comma_list(request_rate), "X,...", "requests a second; inf has all wait at once")
+
+Rates = tuple[float | None, ...]
+
+
+def rates_of(
+    flags: absl_flags.FlagValues, usual: dict[str, Rates]
+) -> tuple[tuple[str, ...], tuple[Rates, ...]]:
+    """The workloads that flags ask for, and the rates of each.
+
+    Args:
+      flags: workload and rate, of `RATE_FLAG`.
+      usual: the workloads that run if none is given, and their rates.
+
+    Raises:
+      ValueError: no rate is given for a workload that has no usual ones.
+    """
+    workloads = flags["workload"].value or tuple(usual)
+    rate = flags["rate"].value
+    unknown = [name for name in workloads if name not in usual]
+    if unknown and not rate:
+        raise ValueError(f"--rate is missing: the requests a second of {', '.join(unknown)}")
+    return workloads, tuple(rate or usual[name] for name in workloads)
+
+
 def run_study(
     flags: absl_flags.FlagValues,
     command: str,
     workloads: tuple[str, ...],
-    rates: tuple[tuple[float | None, ...], ...],
+    rates: tuple[Rates, ...],
     question: str,
     **changes: Any,
 ) -> int:

@@ -7,7 +7,6 @@ A100-40GB.
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kvlab.research.allocation_study import (
     allocator_name,
@@ -15,7 +14,7 @@ from kvlab.research.allocation_study import (
     workload_name,
 )
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
-from kvlab.research.presentation import Picture, Presentation
+from kvlab.research.presentation import Picture, Presentation, shared_settings
 from kvlab.research.rows import Row
 from kvlab.research.stacked_bars import StackedBar, draw_stacked_bars
 from kvlab.research.tables import Table, milliseconds, percent, significant, whole
@@ -78,11 +77,6 @@ def presented(
 ) -> Presentation:
     """What a report shows of simulated rows, with the words that all such studies share."""
     configs = [row["config"] for row in rows]
-    shared: dict[str, Any] = {
-        name: value
-        for name, value in (configs[0] if configs else {}).items()
-        if all(config.get(name) == value for config in configs) and value is not None
-    }
     return Presentation(
         reading=f"{_READING} {_CONDITIONS}",
         terms=_TERMS,
@@ -91,7 +85,7 @@ def presented(
         brief_tables=tables,
         pictures=pictures,
         labels=[point_label(config) for config in configs],
-        held_fixed=shared,
+        held_fixed=shared_settings(configs),
     )
 
 

@@ -47,3 +47,13 @@ class Presentation:
     pictures: Sequence[Picture]
     labels: Sequence[str]
     held_fixed: Mapping[str, Any]
+
+
+def shared_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings, other than None, that all configs have alike."""
+    first = configs[0] if configs else {}
+    return {
+        name: value
+        for name, value in first.items()
+        if value is not None and all(config.get(name) == value for config in configs)
+    }

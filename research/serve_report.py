@@ -1,10 +1,9 @@
 """What a report shows of served traces: totals by variant, and the cache and requests over time."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
-from kvlab.research.presentation import Picture, Presentation
+from kvlab.research.presentation import Picture, Presentation, shared_settings
 from kvlab.research.rows import Row
 from kvlab.research.tables import Table, mebibytes, milliseconds, percent, significant, whole
 
@@ -71,11 +70,6 @@ def present_serve_trace(rows: Sequence[Row]) -> Presentation:
     totals = [row for row in rows if "request" not in row["config"]]
     done = [row for row in totals if row["status"] == "ok"]
     configs = [row["config"] for row in totals]
-    shared: dict[str, Any] = {
-        name: value
-        for name, value in (configs[0] if configs else {}).items()
-        if all(config.get(name) == value for config in configs) and value is not None
-    }
     labels = [
         _name(row) + (f", request {row['config']['request']}" if "request" in row["config"] else "")
         for row in rows
@@ -89,7 +83,7 @@ def present_serve_trace(rows: Sequence[Row]) -> Presentation:
         brief_tables=brief,
         pictures=_pictures(done),
         labels=labels,
-        held_fixed=shared,
+        held_fixed=shared_settings(configs),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
-from kvlab.research.presentation import Picture, Presentation
+from kvlab.research.presentation import Picture, Presentation, shared_settings
 from kvlab.research.rows import Row
 from kvlab.research.tables import Table, percent
 
@@ -71,11 +71,6 @@ def present_sharing(rows: Sequence[Row]) -> Presentation:
         )
         pictures = [Picture("sharing.png", title, caption, draw_lines([panel]))]
     configs = [row["config"] for row in rows]
-    shared = {
-        name: value
-        for name, value in (configs[0] if configs else {}).items()
-        if all(config.get(name) == value for config in configs)
-    }
     return Presentation(
         reading=_READING,
         terms=_TERMS,
@@ -84,7 +79,7 @@ def present_sharing(rows: Sequence[Row]) -> Presentation:
         brief_tables=tables,
         pictures=pictures,
         labels=[label(config) for config in configs],
-        held_fixed=shared,
+        held_fixed=shared_settings(configs),
     )
 
 
