@@ -11,7 +11,7 @@ import sys
 
 from kvlab.experiments.flags import command_flags
 from kvlab.experiments.main import execute
-from kvlab.experiments.sweep import present
+from kvlab.experiments.run_folder import present
 
 ARGUMENTS = "RUN_FOLDER"
 FLAGS = command_flags(out="the new run folder; RUN_FOLDER-rerun if not given")
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         if all(folder.finished(point.settings, sweep.seed) for point in points):
             print(f"{out} is finished already, so nothing is measured; --out names another folder")
         rows = run_sweep(sweep, load_model(sweep.model), folder)
-    status = present(out, rows)
+    status = present(out, rows, "sweep")
     comparisons = compare_rows(read_rows(source), rows)
     print()
     for comparison in comparisons:

@@ -10,13 +10,12 @@ request makes as many tokens as its trace says. Every request that ends is a row
 was stopped goes on with the others when the same command runs again.
 """
 
-import pathlib
 import sys
 from typing import Any
 
 from kvlab.experiments.flags import CACHE_AXES, MANY, Flag, command_flags, number, text, whole
 from kvlab.experiments.main import execute
-from kvlab.experiments.sweep import present
+from kvlab.experiments.run_folder import run_in_folder
 
 
 def _positive(written: str) -> float:
@@ -61,7 +60,6 @@ def main(argv: list[str]) -> int:
     del argv
     from kvlab.models.load import load_model
     from kvlab.research.cache_axes import cache_specs
-    from kvlab.research.results import RunFolder, config_hash
     from kvlab.research.serve_study import ServeStudy, run_serve_study
 
     axes: dict[str, Any] = {name: FLAGS[name].value for name in CACHE_AXES if FLAGS[name].present}
@@ -91,21 +89,15 @@ def main(argv: list[str]) -> int:
         seed=FLAGS.seed,
     )
     study.workload_in_time()  # before the model is loaded and anything is written
-    config = study.to_json()
-    out = pathlib.Path(FLAGS.out or f"runs/serve_trace-{config_hash(config)[:8]}")
     model = load_model(study.model)
-    with RunFolder.open(
-        out,
+    return run_in_folder(
+        lambda folder: run_serve_study(study, model, folder),
         command="serve_trace",
-        config=config,
-        seeds=(study.seed,),
-        argv=[argument for argument in sys.argv[1:] if argument != "serve_trace"],
-        points=None,
-        title="serve trace",
+        config=study.to_json(),
+        seed=study.seed,
         question="How do caches serve the same requests on the same memory?",
-    ) as folder:
-        rows = run_serve_study(study, model, folder)
-    return present(out, rows, "serve_trace")
+        out=FLAGS.out,
+    )
 
 
 if __name__ == "__main__":

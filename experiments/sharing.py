@@ -9,12 +9,11 @@ project's English text (or --text), in lengths like those of the Alpaca set unle
 published figures stand beside (PagedAttention, Fig. 15).
 """
 
-import pathlib
 import sys
 
 from kvlab.experiments.flags import Flag, choice, comma_list, command_flags, text, whole
 from kvlab.experiments.main import execute
-from kvlab.experiments.sweep import present
+from kvlab.experiments.run_folder import run_in_folder
 
 _METHODS = ("parallel", "beam")
 
@@ -42,7 +41,6 @@ def main(argv: list[str]) -> int:
     from kvlab.models.load import load_model
     from kvlab.research.evaluation_texts import read_texts, text_file
     from kvlab.research.point_run import run_points
-    from kvlab.research.results import RunFolder, config_hash
     from kvlab.research.sharing_report import label
     from kvlab.research.sharing_study import SharingStudy, measure_sharing
 
@@ -63,26 +61,22 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"model {study.model} has no tokenizer to cut prompts with")
     ids = np.array(model.tokenizer.encode(written), np.int32)
     config = study.to_json() | ({"text": given.sha256} if given else {})
-    out = pathlib.Path(FLAGS.out or f"runs/sharing-{config_hash(config)[:8]}")
     points = list(study.points())
-    with RunFolder.open(
-        out,
-        command="sharing",
-        config=config,
-        seeds=(study.seed,),
-        argv=[argument for argument in sys.argv[1:] if argument != "sharing"],
-        points=len(points),
-        title="sharing",
-        question="How much memory do samples and beams of one prompt share?",
-    ) as folder:
-        rows = run_points(
+    return run_in_folder(
+        lambda folder: run_points(
             folder,
             points,
             study.seed,
             lambda point, seed: measure_sharing(model, ids, point, seed),
             label,
-        )
-    return present(out, rows, "sharing")
+        ),
+        command="sharing",
+        config=config,
+        seed=study.seed,
+        question="How much memory do samples and beams of one prompt share?",
+        out=FLAGS.out,
+        points=len(points),
+    )
 
 
 if __name__ == "__main__":

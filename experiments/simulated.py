@@ -1,14 +1,12 @@
 """What the commands of simulated studies share: their flags, and how a study is run."""
 
 import math
-import pathlib
-import sys
 from typing import Any
 
 from absl import flags as absl_flags
 
 from kvlab.experiments.flags import Flag, choice, comma_list, number, text, whole
-from kvlab.experiments.sweep import present
+from kvlab.experiments.run_folder import run_in_folder
 
 _ALLOCATORS = ("paged", "max", "pow2", "oracle")
 
@@ -108,7 +106,6 @@ def run_study(
         read_workload,
     )
     from kvlab.research.point_run import run_points
-    from kvlab.research.results import RunFolder, config_hash
 
     given: dict[str, Any] = {name: flags[name].value for name in flags}
     fields: dict[str, Any] = {
@@ -130,19 +127,15 @@ def run_study(
         sequence_overhead_s=given["sequence_overhead_ms"] / 1e3,
         **{name: value for name, value in fields.items() if value is not None},
     )
-    config, points = study.to_json(), list(study.points())
+    points = list(study.points())
     for point in points:
         read_workload(point, study.seed)  # before anything is written
-    out = pathlib.Path(given["out"] or f"runs/{command}-{config_hash(config)[:8]}")
-    with RunFolder.open(
-        out,
+    return run_in_folder(
+        lambda folder: run_points(folder, points, study.seed, measure_point, point_label),
         command=command,
-        config=config,
-        seeds=(study.seed,),
-        argv=[argument for argument in sys.argv[1:] if argument != command],
-        points=len(points),
-        title=command.replace("_", " "),
+        config=study.to_json(),
+        seed=study.seed,
         question=question,
-    ) as folder:
-        rows = run_points(folder, points, study.seed, measure_point, point_label)
-    return present(out, rows, command)
+        out=given["out"],
+        points=len(points),
+    )

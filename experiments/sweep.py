@@ -16,12 +16,12 @@ was stopped goes on where it was when the same command runs again.
 """
 
 import dataclasses
-import pathlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 from kvlab.experiments.flags import CACHE_AXES, MANY, Flag, comma_list, command_flags, text, whole
 from kvlab.experiments.main import execute
+from kvlab.experiments.run_folder import run_in_folder
 
 if TYPE_CHECKING:
     from kvlab.research.evaluation_texts import TextFile
@@ -76,37 +76,19 @@ def main(argv: list[str]) -> int:
     """Runs the sweep, prints its table and where the report is."""
     del argv
     from kvlab.models.load import load_model
-    from kvlab.research.results import RunFolder, config_hash
     from kvlab.research.sweep import run_sweep, sweep_points
 
     sweep = _sweep()
-    config = sweep.to_json()
-    out = pathlib.Path(FLAGS.out or f"runs/{sweep.name}-{config_hash(config)[:8]}")
-    with RunFolder.open(
-        out,
+    return run_in_folder(
+        lambda folder: run_sweep(sweep, load_model(sweep.model), folder),
         command="sweep",
-        config=config,
-        seeds=(sweep.seed,),
-        argv=[argument for argument in sys.argv[1:] if argument != "sweep"],
-        points=len(list(sweep_points(sweep))),
-        title=sweep.name.replace("_", " "),
+        config=sweep.to_json(),
+        seed=sweep.seed,
         question=sweep.question,
-    ) as folder:
-        rows = run_sweep(sweep, load_model(sweep.model), folder)
-    return present(out, rows)
-
-
-def present(out: pathlib.Path, rows: list, command: str = "sweep") -> int:
-    """Writes the report, prints the table, and gives the exit status: 1 where a point failed."""
-    from kvlab.research.report import results_text, write_report
-
-    page = write_report([out])
-    print(results_text(rows, command))
-    print(f"\nreport: {page}")
-    failed = sum(row["status"] == "failed" for row in rows)
-    if failed:
-        print(f"kvlab {command}: {failed} of {len(rows)} points failed", file=sys.stderr)
-    return 1 if failed else 0
+        out=FLAGS.out,
+        name=sweep.name,
+        points=len(list(sweep_points(sweep))),
+    )
 
 
 def _sweep() -> "Sweep":

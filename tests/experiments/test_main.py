@@ -221,6 +221,7 @@ def test_every_command_module_is_listed_and_nothing_else():
         "__init__",
         "flags",
         "main",
+        "run_folder",
         "simulated",
     }
     assert set(main.commands()) == modules
