@@ -197,12 +197,10 @@ class Engine:
             needed = needed + np.maximum(outstanding, 0)
         if np.any(needed > free):
             return False
-        headroom = self.options.headroom_pages * self.executor.pages(1)
-        for other in self._decoding:
-            for sample in other.open_samples:
-                held = other.prompt_tokens + sample.fed
-                next_page = self.executor.pages(held + 1) - self.executor.pages(held)
-                needed = needed + np.maximum(next_page, headroom)
+        pages, headroom = self.executor.pages, self.options.headroom_pages * self.executor.pages(1)
+        running = [(one, sample) for one in self._decoding for sample in one.open_samples]
+        held = np.array([one.prompt_tokens + sample.fed for one, sample in running], int)
+        needed = needed + np.maximum(pages(held + 1) - pages(held), headroom).sum(axis=0)
         return bool(np.all(needed <= free))
 
     def _first_pages(self, live: LiveRequest) -> np.ndarray:
@@ -233,7 +231,7 @@ class Engine:
     def _end(self, live: LiveRequest, outcome: Outcome) -> None:
         """Ends a request before its time."""
         for sample in live.open_samples:
-            sample.outcome = outcome
+            live.end(sample, outcome)
             self._progress.append(Progress(live.request.id, sample.index, (), (), outcome))
         live.times.cut_short = True
         self._retire(live, self.executor.now())

@@ -72,8 +72,8 @@ class Executor(Protocol):
         """Does nothing until then."""
         ...
 
-    def pages(self, tokens: int) -> np.ndarray:
-        """Pages that a sequence of so many tokens takes from each pool, [pools] int."""
+    def pages(self, tokens: int | np.ndarray) -> np.ndarray:
+        """Pages that sequences of so many tokens [...] take from each pool, [..., pools] int."""
         ...
 
     def shared_pages(self, tokens: int) -> np.ndarray:
@@ -140,7 +140,7 @@ class Executor(Protocol):
 def pages_of_samples(executor: Executor, prompt_tokens: int, lengths: Sequence[int]) -> np.ndarray:
     """Pages of samples of these lengths, [pools] int; they share the full pages of their prompt."""
     shared = executor.shared_pages(prompt_tokens)
-    return sum(map(executor.pages, lengths), np.zeros_like(shared)) - shared * (len(lengths) - 1)
+    return executor.pages(np.array(lengths, int)).sum(axis=0) - shared * (len(lengths) - 1)
 
 
 def refusal(executor: Executor, request: Request) -> str | None:
@@ -219,9 +219,10 @@ class ModelExecutor:
         """Sleeps."""
         time.sleep(max(0.0, time_s - self.now()))
 
-    def pages(self, tokens: int) -> np.ndarray:
+    def pages(self, tokens: int | np.ndarray) -> np.ndarray:
         """See `Executor.pages`; an upper bound where tokens are evicted."""
-        return np.array([-(-tokens // size) * heads for size, heads, _ in self._pools], int)
+        pools = np.array([pool[:2] for pool in self._pools], int).reshape(-1, 2)
+        return -(-np.expand_dims(tokens, -1) // pools[:, 0]) * pools[:, 1]
 
     def shared_pages(self, tokens: int) -> np.ndarray:
         """See `Executor.shared_pages`; where tokens are evicted a fork copies its pages."""

@@ -89,6 +89,7 @@ class LiveRequest:
         self.prompt_tokens = len(request.prompt)
         self.times = Times(request.arrival_s, bursts=[[] for _ in range(request.n)])
         self.samples = [LiveSample(index, request.sampling) for index in range(request.n)]
+        self.open_samples = self.samples  # those that have not ended
         self.reset()
 
     def reset(self) -> None:
@@ -102,10 +103,10 @@ class LiveRequest:
         for sample in self.samples:
             sample.slot, sample.fed = -1, 0
 
-    @property
-    def open_samples(self) -> list[LiveSample]:
-        """Samples that have not ended."""
-        return [sample for sample in self.samples if sample.outcome is None]
+    def end(self, sample: LiveSample, outcome: Outcome) -> None:
+        """No more comes of one of its samples."""
+        sample.outcome = outcome
+        self.open_samples = [other for other in self.open_samples if other is not sample]
 
     @property
     def slots(self) -> list[int]:
@@ -143,7 +144,7 @@ class LiveRequest:
         log_probs = decoded.log_probs[slot, forced:count].tolist()
         sample.tokens += tokens
         if stopped or len(sample.tokens) == self.request.max_tokens:
-            sample.outcome = "stop" if stopped else "length"
+            self.end(sample, "stop" if stopped else "length")
             sample.slot = -1
         burst = Burst(began + (forced + 1) * step_s, began + count * step_s, len(tokens))
         times.bursts[sample.index].append(burst)
@@ -187,8 +188,11 @@ class Queue:
             raise PolicyError(live.request.id, error) from error
 
     def remove(self, live: LiveRequest) -> None:
-        """Takes a request out, if it is there."""
-        self._entries = [entry for entry in self._entries if entry[2] is not live]
+        """Takes a request out, if it is there; the first costs nothing to find."""
+        for place, entry in enumerate(self._entries):
+            if entry[2] is live:
+                del self._entries[place]
+                return
 
     def last_of(self, running: Sequence[LiveRequest]) -> LiveRequest:
         """Whom the policy would serve last.

@@ -22,10 +22,9 @@ class SimulatedRuns(Simulated):
         self._starts: dict[int, int] = {}  # of each slot's run
         self._reserved = np.zeros(config.slots, int)
 
-    def pages(self, tokens: int) -> np.ndarray:
+    def pages(self, tokens: int | np.ndarray) -> np.ndarray:
         """There are none."""
-        del tokens
-        return np.zeros(0, int)
+        return np.zeros((*np.shape(tokens), 0), int)
 
     shared_pages = pages
 

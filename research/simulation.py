@@ -157,9 +157,9 @@ class SimulatedPages(Simulated):
         self._shares = False  # pages have more than one holder
         self._leaving = np.zeros(config.slots, bool)  # released, and the table does not know yet
 
-    def pages(self, tokens: int) -> np.ndarray:
+    def pages(self, tokens: int | np.ndarray) -> np.ndarray:
         """See `Executor.pages`."""
-        return np.array([-(-tokens // self.page_size)])
+        return -(-np.expand_dims(tokens, -1) // self.page_size)
 
     def shared_pages(self, tokens: int) -> np.ndarray:
         """See `Executor.shared_pages`."""
