@@ -10,7 +10,8 @@ run: $(VENV)/.installed
 	$(BIN)/kvlab sweep --config=attention_cache --out=runs/attention_cache
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=90
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder \
+		--cov --cov-report=term:skip-covered --cov-fail-under=90
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
