@@ -7,6 +7,7 @@ Simulates OPT-13B on an A100-40GB with 12 GB for keys and values (PagedAttention
 workload at a rate that fills the memory.
 """
 
+import dataclasses
 import sys
 
 from kvlab.experiments.flags import command_flags
@@ -15,12 +16,17 @@ from kvlab.experiments.simulated import RATE_FLAG, SIMULATION_FLAGS, Rates, rate
 
 _RATES: dict[str, Rates] = {"sharegpt-like": (3.5,), "alpaca-like": (80.0,)}
 _PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Of the same number of tokens whatever the page: with the headroom of a single token, small pages
+# would fill the pool to its last slot, and what they cost would be preemptions.
+_HEADROOM = {
+    "headroom_tokens": dataclasses.replace(SIMULATION_FLAGS["headroom_tokens"], default=16)
+}
 
 FLAGS = command_flags(
     "seed",
     out="the run folder; runs/NAME-HASH if not given",
     rate=RATE_FLAG,
-    **{name: flag for name, flag in SIMULATION_FLAGS.items() if name != "allocator"},
+    **{name: flag for name, flag in SIMULATION_FLAGS.items() if name != "allocator"} | _HEADROOM,
 )
 
 

@@ -43,8 +43,8 @@ SIMULATION_FLAGS: dict[str, Any] = {
     "skip_bad_rows": Flag(bool, "", "leave malformed rows of a trace out, and count them", False),
     "kv_slots": Flag(whole(1), "N", "tokens that the pool holds; 15,728 (12 GB) if not given"),
     "max_length": Flag(whole(2), "N", "longest sequence; longer requests are left out", 2048),
-    "headroom_pages": Flag(
-        whole(), "N", "pages kept free for each running request when another starts", 0
+    "headroom_tokens": Flag(
+        whole(1), "N", "tokens by which every running request can still grow when another starts", 1
     ),
     "call_overhead_ms": Flag(_milliseconds, "X", "added to the time of every step", 0.0),
     "sequence_overhead_ms": Flag(
@@ -122,7 +122,7 @@ def run_study(
         skip_bad_rows=given["skip_bad_rows"],
         seed=given["seed"],
         max_length=given["max_length"],
-        headroom_pages=given["headroom_pages"],
+        headroom_tokens=given["headroom_tokens"],
         call_overhead_s=given["call_overhead_ms"] / 1e3,
         sequence_overhead_s=given["sequence_overhead_ms"] / 1e3,
         **{name: value for name, value in fields.items() if value is not None},

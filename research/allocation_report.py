@@ -212,8 +212,9 @@ def present_page_size(rows: Sequence[Row]) -> Presentation:
     if panels:
         caption = (
             "A page costs what its last tokens leave empty; what small pages cost a kernel is not "
-            "in the cost model, so it cannot show why very small ones are slow on a GPU. Compare "
-            "Fig. 18b of the PagedAttention paper."
+            "in the cost model, so it cannot show why very small ones are slow on a GPU. A request "
+            "starts only where every running one can still grow by the headroom, the same number "
+            "of tokens whatever the page. Compare Fig. 18b of the PagedAttention paper."
         )
         title = "Latency against the page size"
         pictures.append(Picture("page_size.png", title, caption, draw_lines(panels)))

@@ -47,7 +47,7 @@ class AllocationStudy:
       seed: of lengths and arrivals.
       kv_slots: token slots of the pool.
       max_length: longest sequence; longer requests are left out.
-      headroom_pages: see `EngineOptions`.
+      headroom_tokens: see `EngineOptions`.
       device: a name of `kvlab.research.cost_model.DEVICES`.
       call_overhead_s: see `StepCost`.
       sequence_overhead_s: see `StepCost`.
@@ -66,7 +66,7 @@ class AllocationStudy:
     seed: int = 0
     kv_slots: int = KV_BYTES // OPT_13B.kv_bytes_per_token
     max_length: int = 2048
-    headroom_pages: int = 0
+    headroom_tokens: int = 1
     device: str = "A100-40GB"
     call_overhead_s: float = 0.0
     sequence_overhead_s: float = 0.0
@@ -92,7 +92,7 @@ class AllocationStudy:
             "kv_slots": self.kv_slots,
             "max_length": self.max_length,
             "skip_bad_rows": self.skip_bad_rows,
-            "headroom_pages": self.headroom_pages,
+            "headroom_tokens": self.headroom_tokens,
             "call_overhead_s": self.call_overhead_s,
             "sequence_overhead_s": self.sequence_overhead_s,
         }
@@ -181,7 +181,7 @@ def measure_point(
         slots=_sequences(workload, config["kv_slots"]),
         max_length=config["max_length"],
     )
-    options = EngineOptions(reuse_prefixes=False, headroom_pages=config["headroom_pages"])
+    options = EngineOptions(reuse_prefixes=False, headroom_tokens=config["headroom_tokens"])
     engine = Engine(simulated(simulation), options)
     requests = list(_requests(workload, arrive=config["rate"] is not None))
     for _ in serve(engine, requests):

@@ -37,28 +37,26 @@ class EngineOptions:
       decode_steps: most tokens of a sample in a step; None is the executor's. Beside a prefill it
         is 1, so that a prompt does not wait for many tokens of others.
       reuse_prefixes: whether prompts start on pages that hold their first tokens already.
-      headroom_pages: that stay free for each running sample when another request is admitted. 0
-        fills the pool and preempts more often (WORKSPACE-notes.md has the trade).
+      headroom_tokens: by which every running sample can still grow when another request is
+        admitted. 1 fills the pool and preempts more often (WORKSPACE-notes.md has the trade).
       policy: the order of requests.
 
     Raises:
-      ValueError: a size below 1, or a negative headroom.
+      ValueError: a size below 1.
     """
 
     prefill_tokens: int | None = None
     decode_steps: int | None = None
     reuse_prefixes: bool = True
-    headroom_pages: int = 1
+    headroom_tokens: int = 16
     policy: Policy = first_come
 
     def __post_init__(self) -> None:
         """Validates the sizes."""
-        for name in ("prefill_tokens", "decode_steps"):
+        for name in ("prefill_tokens", "decode_steps", "headroom_tokens"):
             size = getattr(self, name)
             if size is not None and size < 1:
-                raise ValueError(f"{name}={size} given; it must be 1 or more, or None")
-        if self.headroom_pages < 0:
-            raise ValueError(f"headroom_pages={self.headroom_pages} given; it must be 0 or more")
+                raise ValueError(f"{name}={size} given; it must be 1 or more")
 
 
 class Engine:
@@ -197,10 +195,10 @@ class Engine:
             needed = needed + np.maximum(outstanding, 0)
         if np.any(needed > free):
             return False
-        pages, headroom = self.executor.pages, self.options.headroom_pages * self.executor.pages(1)
+        pages, headroom = self.executor.pages, self.options.headroom_tokens
         running = [(one, sample) for one in self._decoding for sample in one.open_samples]
         held = np.array([one.prompt_tokens + sample.fed for one, sample in running], int)
-        needed = needed + np.maximum(pages(held + 1) - pages(held), headroom).sum(axis=0)
+        needed = needed + (pages(held + headroom) - pages(held)).sum(axis=0)
         return bool(np.all(needed <= free))
 
     def _first_pages(self, live: LiveRequest) -> np.ndarray:
