@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvlab.research.arrivals import Workload, poisson, taken
-from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
+from kvlab.research.cost_model import OPT_13B, StepCost
+from kvlab.research.devices import DEVICES
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.request_metrics import serving_metrics
 from kvlab.research.requests import Request
@@ -48,7 +49,7 @@ class AllocationStudy:
       kv_slots: token slots of the pool.
       max_length: longest sequence; longer requests are left out.
       headroom_tokens: see `EngineOptions`.
-      device: a name of `kvlab.research.cost_model.DEVICES`.
+      device: a name of `kvlab.research.devices.DEVICES`.
       call_overhead_s: see `StepCost`.
       sequence_overhead_s: see `StepCost`.
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvlab.ops.specs import Paged
-from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
+from kvlab.research.cost_model import OPT_13B, StepCost
+from kvlab.research.devices import DEVICES
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.executor import ModelExecutor
 from kvlab.research.requests import Request

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
+from kvlab.research.cost_model import OPT_13B, StepCost
+from kvlab.research.devices import DEVICES
 from kvlab.research.simulated_runs import SimulatedRuns, simulated
 from kvlab.research.simulation import SimulatedPages, SimulationConfig
 

@@ -5,7 +5,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from kvlab.research.cost_model import DEVICES, OPT_13B, StepCost
+from kvlab.research.cost_model import OPT_13B, StepCost
+from kvlab.research.devices import DEVICES
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.requests import Request
 from kvlab.research.serving import serve
