@@ -9,6 +9,7 @@ reads its inputs from memory and writes its output there. An elementwise operato
 of operations a value (`_SOFTMAX` and so on), which is a convention; products are exact.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -131,7 +132,7 @@ def step_operators(
       Operators in the order they run, layers that do the same being one group (`layers`).
     """
     counts = _Counts(config, accounting)
-    groups = {work: layers.count(work) for work in layers}
+    groups = collections.Counter(layers)  # in the order of their first layers
     operators = [counts.embed(layers[0].tokens)]
     for work, number in groups.items():
         for one in [*counts.attention_block(work), *counts.mlp_block(work.tokens)]:

@@ -119,29 +119,29 @@ class CostModel:
         """Whether there is no cache."""
         return isinstance(self.layer_specs[0].placement, Recompute)
 
-    def prefill(self, batch: int, new_tokens: int, held_tokens: int = 0) -> Phase:
+    def prefill(self, batch: int, new_tokens: int, held: int = 0) -> Phase:
         """A call that adds tokens to sequences and computes the logits of their last ones.
 
         Args:
           batch: sequences.
           new_tokens: that each gets.
-          held_tokens: that each holds already; without a cache they are computed again.
+          held: that each holds already; without a cache they are computed again.
         """
         _require(batch=batch, new_tokens=new_tokens)
-        if held_tokens < 0:
-            raise ValueError(f"held_tokens={held_tokens} given: want 0 or more")
+        if held < 0:
+            raise ValueError(f"held={held} given: want 0 or more")
         if self.recomputes:
-            new_tokens, held_tokens = held_tokens + new_tokens, 0
-        after = held_tokens + new_tokens
+            new_tokens, held = held + new_tokens, 0
+        after = held + new_tokens
 
         def reads(spec: CacheSpec, window: int | None) -> tuple[int, int]:
             seen = layer_window(spec, window) or after
             keys = min(after, seen + new_tokens - 1)
             if not self.accounting.causal:
                 return keys, new_tokens * keys
-            return keys, _visible(after, seen) - _visible(held_tokens, seen)
+            return keys, _visible(after, seen) - _visible(held, seen)
 
-        return self._phase(batch, new_tokens, held_tokens, reads)
+        return self._phase(batch, new_tokens, held, reads)
 
     def decode(self, batch: int, context: int, prompt: int | None = None) -> Phase:
         """A step that gives each sequence one token.

@@ -141,7 +141,7 @@ def test_decode_reads_what_windows_budgets_and_storage_leave():
 
 def test_without_a_cache_every_step_computes_the_text_again():
     model = model_of(CacheSpec(Recompute()))
-    assert model.decode(2, 29) == model.prefill(2, 29) == model.prefill(2, 12, held_tokens=17)
+    assert model.decode(2, 29) == model.prefill(2, 29) == model.prefill(2, 12, held=17)
     assert model.decode(2, 29).total.kv_bytes == 0
     cached = model_of().prefill(2, 29).total
     assert model.decode(2, 29).total.flops == cached.flops
