@@ -7,6 +7,7 @@ nothing stale is ever loaded. Without a compiler there is no library, and caller
 import ctypes
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 import pathlib
@@ -17,7 +18,6 @@ import subprocess
 import tempfile
 
 import jax
-import jaxlib
 
 _LOG = logging.getLogger(__name__)
 _FOLDER = pathlib.Path(__file__).parent
@@ -87,7 +87,12 @@ def _compiled() -> pathlib.Path:
     command = [*_compiler(), *_FLAGS.split(), *shlex.split(os.environ.get("CXXFLAGS", ""))]
     sources = sorted(_FOLDER.glob("*.cc"))
     digest = hashlib.sha256()
-    for part in (jaxlib.__version__, " ".join(command), _version(command[0]), _processor()):
+    for part in (
+        importlib.metadata.version("jaxlib"),
+        " ".join(command),
+        _version(command[0]),
+        _processor(),
+    ):
         digest.update(part.encode() + b"\0")
     for source in sorted([*sources, *_FOLDER.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
