@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
 
-.PHONY: run test lint clean
+.PHONY: run test lint peers clean
 
 run: $(VENV)/.installed
 	$(BIN)/kvlab fetch smollm2-135m
@@ -12,6 +13,11 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder \
 		--cov --cov-report=term:skip-covered --cov-fail-under=90
+
+# Other systems live in an environment of their own: torch and a compiled llama.cpp are large.
+peers: $(VENV)-peers/.installed
+	$(VENV)-peers/bin/kvlab fetch smollm2-135m
+	$(VENV)-peers/bin/kvlab peers --out=runs/peers
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
@@ -30,5 +36,11 @@ $(VENV)/.installed-test: setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@ $(VENV)/.installed
 
+$(VENV)-peers/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[peers]'
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-peers

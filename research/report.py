@@ -17,6 +17,7 @@ import jinja2
 
 from kvlab.research.allocation_report import present_memory_waste, present_page_size
 from kvlab.research.concurrency_report import present_concurrency
+from kvlab.research.peer_report import present_peers
 from kvlab.research.presentation import Presentation
 from kvlab.research.results import RunFolderError, read_manifest, read_rows, write_atomically
 from kvlab.research.rows import Row
@@ -34,6 +35,7 @@ _PRESENTERS = {
     "page_size": present_page_size,
     "serve_trace": present_serve_trace,
     "sharing": present_sharing,
+    "peers": present_peers,
 }
 
 

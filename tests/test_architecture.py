@@ -66,9 +66,9 @@ def test_ops_stand_on_jax_alone():
     [
         ("flax", {"models"}),
         ("absl", {"experiments"}),
-        ("torch", set()),
-        ("transformers", set()),
-        ("llama_cpp", set()),
+        ("torch", {"experiments"}),
+        ("transformers", {"experiments"}),
+        ("llama_cpp", {"experiments"}),
         ("kvpress", set()),
     ],
 )
@@ -76,8 +76,11 @@ def test_a_library_is_imported_in_its_layer_alone(library, layers):
     assert importers_of(library) == layers
 
 
-def test_peers_are_imported_by_golden_scripts_and_peer_tests_alone():
+def test_peers_are_imported_by_golden_scripts_peer_tests_and_peer_systems_alone():
     peers = {"torch", "transformers", "llama_cpp", "kvpress"}
+    for path in SOURCES:
+        if peers & {name.split(".")[0] for name in IMPORTS[path]}:
+            assert path.parent.name == "peer_systems", name_of(path)
     for path in TESTS:
         text = path.read_text()
         if peers & {name.split(".")[0] for name in imports_of(path)}:

@@ -1,0 +1,60 @@
+"""kvlab, as `kvlab peers` runs it: the paged cache, its best implementation."""
+
+import jax
+import numpy as np
+
+from kvlab.experiments.peer_systems.system import Setting, best_and_margin, log_softmax
+from kvlab.models.load import load_model
+from kvlab.ops.specs import CacheSpec, Paged
+from kvlab.research import inference
+from kvlab.research.inference import InferenceConfig
+from kvlab.research.session import Session
+
+_CHUNK = 256
+
+
+class KvlabSystem:
+    """See `System`."""
+
+    def __init__(self, setting: Setting) -> None:
+        """See `System`; XLA takes its threads from the affinity of the process."""
+        model = load_model(str(setting.model))
+        chunk = min(_CHUNK, setting.max_length)
+        config = InferenceConfig(
+            model.config,
+            CacheSpec(Paged(page_size=64)),
+            slots=setting.batch,
+            max_length=setting.max_length,
+            rows=-(-512 // chunk),
+            chunk=chunk,
+        )
+        self._session = Session(model.params, config)
+        self._session.warm_up()
+        self.versions = {"jax": jax.__version__}
+
+    def prefill(self, ids: np.ndarray) -> None:
+        """See `System`."""
+        self._session.release()
+        self._session.prefill(list(ids))
+        self._session.logits.block_until_ready()
+
+    def decode(self, steps: int) -> np.ndarray:
+        """See `System`."""
+        continued = self._session.decode(steps)
+        return np.array([continued[slot].tokens for slot in sorted(continued)])
+
+    def forced(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `System`."""
+        found = []
+        for column in tokens.T:
+            found.append(best_and_margin(np.asarray(self._session.logits)))
+            self._session.decode(1, forced={slot: [one] for slot, one in enumerate(column)})
+        best, margins = zip(*found, strict=True)
+        return np.stack(best, axis=1), np.stack(margins, axis=1)
+
+    def log_probs(self, ids: np.ndarray) -> np.ndarray:
+        """See `System`."""
+        session = self._session
+        session.release()
+        hidden = session.prefill({0: ids})[0]
+        return log_softmax(np.asarray(inference.head(session.params, session.config.model, hidden)))
