@@ -30,6 +30,8 @@ from kvlab.research.rows import Row, make_row, timestamp
 
 SYSTEMS = ("kvlab", "transformers", "llama.cpp")
 PRECISIONS = ("float32", "bfloat16", "int8")
+# transformers has no products of int8 weights on a CPU.
+_PRECISIONS_OF = {"transformers": ("float32", "bfloat16")}
 TIE = 1e-3  # logits closer than this are one
 _WORKER = "kvlab.experiments.peer_systems.worker"
 
@@ -71,6 +73,8 @@ class PeerStudy:
         for precision in self.precisions:
             for batch in self.batches:
                 for system in self.systems:
+                    if precision not in _PRECISIONS_OF.get(system, PRECISIONS):
+                        continue
                     yield {
                         "model": self.model_name,
                         "system": system,
@@ -94,17 +98,18 @@ class PeerError(RuntimeError):
 class PeerProcess:
     """A system in a process of its own."""
 
-    def __init__(self, system: str, scratch: pathlib.Path) -> None:
+    def __init__(self, system: str, scratch: pathlib.Path, threads: int) -> None:
         """Starts it.
 
         Args:
           system: of `SYSTEMS`.
           scratch: a folder for the arrays that go to and fro.
+          threads: processors that it may use.
         """
         self.system, self._scratch = system, scratch
         self._log = (scratch / f"{system}.log").open("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _WORKER, system],
+            [sys.executable, "-m", _WORKER, system, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -252,6 +257,10 @@ class _Prepared:
         starts = np.random.default_rng(self.seed).choice(places, batch, replace=False)
         return np.stack([self.text[start : start + tokens] for start in starts])
 
+    def process(self, system: str) -> PeerProcess:
+        """A system that has nothing loaded yet."""
+        return PeerProcess(system, self.scratch, self.study.threads)
+
     def open(self, process: PeerProcess, precision: str, batch: int) -> None:
         """Has a system load the model."""
         study = self.study
@@ -274,7 +283,7 @@ class _Prepared:
     def kl(self, process: PeerProcess) -> float:
         """Mean KL from kvlab's float32 predictions on the text to a system's, nats."""
         if self._exact is None:
-            with PeerProcess("kvlab", self.scratch) as other:
+            with self.process("kvlab") as other:
                 self.open(other, "float32", 1)
                 self._exact = self.log_probs(other)
         exact, found = self._exact.astype(np.float64), self.log_probs(process)
@@ -298,7 +307,7 @@ class _Group:
         with contextlib.ExitStack() as stack:
             for point in points:
                 name = point["system"]
-                process = stack.enter_context(PeerProcess(name, self._prepared.scratch))
+                process = stack.enter_context(self._prepared.process(name))
                 self._processes[name] = process
                 self._metrics[name], self._samples[name] = {}, {}
                 self._attempt(name, self._prepared.open, process, self._precision, self._batch)

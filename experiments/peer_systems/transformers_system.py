@@ -17,10 +17,6 @@ class TransformersSystem:
 
     def __init__(self, setting: Setting) -> None:
         """See `System`."""
-        if setting.precision not in _DTYPES:
-            raise ValueError(
-                f"precision={setting.precision}: transformers has no kernels for it on a CPU"
-            )
         torch.set_num_threads(setting.threads)
         transformers.logging.set_verbosity_error()
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(

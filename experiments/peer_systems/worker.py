@@ -53,8 +53,6 @@ class Worker:
             return {"error": said, "absent": absent}
 
     def _open(self, model: str, **settings: Any) -> dict[str, Any]:
-        # Every system gets the same processors, and takes its threads from them unless told.
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings["threads"]])
         self._system = load(self._name)(Setting(pathlib.Path(model), **settings))
         return {"versions": self._system.versions}
 
@@ -101,4 +99,7 @@ def serve(name: str, requests: IO[str], answers: IO[str]) -> None:
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as kept:
         os.dup2(2, 1)  # what libraries print
-        serve(sys.argv[1], sys.stdin, kept)
+        name, threads = sys.argv[1:]
+        # Every system gets the same processors; XLA takes its threads from them.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
+        serve(name, sys.stdin, kept)
