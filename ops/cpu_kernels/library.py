@@ -19,6 +19,8 @@ import tempfile
 
 import jax
 
+from kvlab.ops.cache_folder import cache_folder
+
 _LOG = logging.getLogger(__name__)
 _FOLDER = pathlib.Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
@@ -32,12 +34,6 @@ TARGETS: dict[str, str] = {}
 
 class UnavailableError(RuntimeError):
     """The kernels cannot be had on this machine; the message says why and how to mend it."""
-
-
-def cache_folder() -> pathlib.Path:
-    """Where compiled kernels and fetched models lie: `$KVLAB_CACHE`, or `~/.cache/kvlab`."""
-    chosen = os.environ.get("KVLAB_CACHE")
-    return pathlib.Path(chosen) if chosen else pathlib.Path.home() / ".cache" / "kvlab"
 
 
 def available() -> bool:

@@ -17,7 +17,7 @@ from kvlab.ops.specs import CacheSpec, Contiguous, Kivi4, Paged, Ring
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.executor import ModelExecutor
 from kvlab.research.live_requests import PolicyError
-from kvlab.research.requests import RefusedError, Request
+from kvlab.research.requests import InterruptedEngineError, RefusedError, Request
 
 PAGED = Paged(8)  # the tiny configs give it 24 pages, and five slots of at most 139 tokens
 
@@ -368,6 +368,59 @@ def test_what_can_never_be_served_is_refused_with_its_reason(case, tiny, crowd, 
     assert_all_given_back(engine)
 
 
+MALFORMED = {
+    "ids in a column": ({"prompt": np.ones((6, 1), np.int32)}, r"shape \(6, 1\); give token ids"),
+    "ids that are no integers": ({"prompt": [1.5, 2.7]}, "its prompt is float64"),
+    "a text": ({"prompt": "text"}, "its prompt is <U4"),
+    "no prompt": ({"prompt": None}, "its prompt is object"),
+    "a stop id past 32 bits": ({"stop_ids": (10**12,)}, r"stop_ids=\(1000000000000,\)"),
+    "a stop id that is a text": ({"stop_ids": ("x",)}, "are no token ids"),
+    "half a token": ({"max_tokens": 2.5}, "max_tokens=2.5 is no whole number"),
+    "samples that are True": ({"n": True}, "n=True is no whole number"),
+    "hashes that are lists": ({"prompt_hashes": ([1], [2])}, "cannot be hashed"),
+    "no sampling": ({"sampling": None}, "sampling=None is no Sampling"),
+    "no time": ({"arrival_s": float("nan")}, "arrival_s=nan is no time"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_what_is_no_request_is_refused_and_the_others_go_on(case, tiny, crowd, by_itself):
+    fields, reason = MALFORMED[case]
+    engine = engine_of(tiny)
+    engine.add(crowd[0])
+    with pytest.raises(RefusedError, match=f"request 'r99' refused: .*{reason}"):
+        engine.add(dataclasses.replace(request(tiny, 99, 5), **fields))
+    assert served(engine, []) == {("r0", 0): by_itself["r0", 0]}
+
+
+def test_the_prompts_array_is_the_callers_again(tiny, crowd, by_itself):
+    engine, prompt = engine_of(tiny), np.array(crowd[0].prompt)
+    engine.add(dataclasses.replace(crowd[0], prompt=prompt))
+    prompt[:] = 7
+    assert served(engine, []) == {("r0", 0): by_itself["r0", 0]}
+
+
+def test_an_engine_whose_step_was_interrupted_says_so_and_a_new_one_gives_the_same(
+    tiny, crowd, by_itself
+):
+    engine = engine_of(tiny)
+    decode = engine.executor.decode
+
+    def interrupted(turns):
+        decode(turns)
+        raise KeyboardInterrupt
+
+    engine.add(crowd[0])
+    engine.executor.decode = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        served(engine, [])
+    engine.executor.decode = decode
+    for call in (engine.step, lambda: engine.add(crowd[1]), lambda: engine.cancel("r0")):
+        with pytest.raises(InterruptedEngineError, match=r"\(KeyboardInterrupt\).*a new engine"):
+            call()
+    assert served(engine_of(tiny), crowd[:1]) == {("r0", 0): by_itself["r0", 0]}
+
+
 def test_an_id_is_used_once(tiny):
     engine = engine_of(tiny)
     engine.add(request(tiny, 1, 5))
@@ -416,6 +469,13 @@ def test_ranks_that_cannot_be_compared_are_the_policys_error(tiny):
     assert_all_given_back(engine)
 
 
+@pytest.mark.parametrize("rank", [float("nan"), np.float32("nan"), (1, float("nan"))])
+def test_a_rank_that_is_not_a_number_is_the_policys_error(rank, tiny):
+    engine = engine_of(tiny, policy=lambda candidate: rank)
+    with pytest.raises(PolicyError, match=r"request 'r1': ValueError: the rank .* is not a number"):
+        engine.add(request(tiny, 1, 5))
+
+
 def test_requests_are_admitted_in_the_order_of_the_policy(tiny):
     def order(**options):
         engine = engine_of(tiny, fields={"slots": 1, "num_pages": 24}, **options)
@@ -462,6 +522,7 @@ def test_a_run_compiles_few_programs_whatever_the_lengths(tiny, crowd):
 
 
 def test_an_engine_of_bad_sizes_is_refused(tiny):
-    for field in ("prefill_tokens", "decode_steps"):
-        with pytest.raises(ValueError, match=f"{field}=0 given"):
-            EngineOptions(**{field: 0})
+    for field in ("prefill_tokens", "decode_steps", "headroom_tokens"):
+        for size in (0, 2.5, float("nan")):
+            with pytest.raises(ValueError, match=f"{field}={size} given; it must be a whole"):
+                EngineOptions(**{field: size})
