@@ -21,7 +21,7 @@ import numpy as np
 from kvlab.research.cache_usage import Usage, measure
 from kvlab.research.calls import Piece
 from kvlab.research.executor import Executor, Turn, pages_of_samples, refusal
-from kvlab.research.live_requests import LiveRequest, Policy, Queue, first_come
+from kvlab.research.live_requests import LiveRequest, Policy, PolicyError, Queue, first_come
 from kvlab.research.prefix_index import PrefixIndex
 from kvlab.research.prefix_reuse import PrefixReuse
 from kvlab.research.requests import (
