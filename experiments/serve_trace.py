@@ -16,6 +16,7 @@ from typing import Any
 from kvlab.experiments.flags import CACHE_AXES, MANY, Flag, command_flags, number, text, whole
 from kvlab.experiments.main import execute
 from kvlab.experiments.run_folder import run_in_folder
+from kvlab.experiments.simulated import WORKLOAD_HELP
 
 
 def _positive(written: str) -> float:
@@ -30,13 +31,7 @@ FLAGS = command_flags(
     "seed",
     axes=MANY,
     out="the run folder; runs/NAME-HASH if not given",
-    workload=Flag(
-        text,
-        "NAME",
-        "sharegpt-like, alpaca-like, lognormal, uniform, or a trace: azure:FILE, sharegpt:FILE or "
-        "mooncake:FILE",
-        "sharegpt-like",
-    ),
+    workload=Flag(text, "NAME", WORKLOAD_HELP, "sharegpt-like"),
     num_requests=Flag(whole(1), "N", "requests to serve", 64),
     length_scale=Flag(_positive, "X", "factor of all lengths, for small models", 0.125),
     rate_scale=Flag(_positive, "X", "factor of a trace's arrival rate", 1.0),

@@ -5,7 +5,7 @@ from typing import Any
 
 from absl import flags as absl_flags
 
-from kvlab.experiments.flags import Flag, choice, comma_list, number, text, whole
+from kvlab.experiments.flags import Flag, choice, comma_list, number, whole
 from kvlab.experiments.run_folder import run_in_folder
 
 _ALLOCATORS = ("paged", "max", "pow2", "oracle")
@@ -26,13 +26,20 @@ def _milliseconds(written: str) -> float:
     return value
 
 
+def _workloads(written: str) -> tuple[str, ...]:
+    from kvlab.research.workloads import split_words
+
+    return tuple(dict.fromkeys(split_words(written)))
+
+
+WORKLOAD_HELP = (
+    "sharegpt-like, alpaca-like, lognormal:MEAN_PROMPT/MEAN_OUTPUT/SIGMA, "
+    "uniform:LOW-HIGH/LOW-HIGH (prompts/outputs), or a trace: azure:FILE, sharegpt:FILE or "
+    "mooncake:FILE"
+)
+
 SIMULATION_FLAGS: dict[str, Any] = {
-    "workload": Flag(
-        comma_list(text),
-        "NAME,...",
-        "sharegpt-like, alpaca-like, lognormal, uniform, or a trace: azure:FILE, sharegpt:FILE or "
-        "mooncake:FILE",
-    ),
+    "workload": Flag(_workloads, "NAME,...", WORKLOAD_HELP),
     "allocator": Flag(
         comma_list(choice(*_ALLOCATORS)), "NAME,...", f"{', '.join(_ALLOCATORS)}; all of them"
     ),

@@ -22,7 +22,7 @@ from kvlab.research.requests import Request
 from kvlab.research.serving import serve
 from kvlab.research.simulated_runs import simulated
 from kvlab.research.simulation import SimulationConfig
-from kvlab.research.workloads import MIXES, load_workload
+from kvlab.research.workloads import MIXES, is_trace, load_workload
 
 KV_BYTES = 12 * 2**30
 """Memory for keys and values of OPT-13B on an A100-40GB: PagedAttention, Table 1."""
@@ -124,8 +124,9 @@ def point_label(config: Mapping[str, Any]) -> str:
 
 def workload_name(config: Mapping[str, Any]) -> str:
     """The workload of a row; of a trace its kind and the name of the file."""
-    kind, _, path = config["workload"].partition(":")
-    return f"{kind}:{pathlib.Path(path).stem}" if path else kind
+    word = str(config["workload"])
+    kind, _, path = word.partition(":")
+    return f"{kind}:{pathlib.Path(path).stem}" if is_trace(word) else word
 
 
 def allocator_name(config: Mapping[str, Any]) -> str:
@@ -141,7 +142,7 @@ def _workload(
     mix = MIXES.get(text)
     if num_requests is None and mix is not None:
         num_requests = int(_TOKENS / (mix.mean_prompt + mix.mean_output))
-    elif num_requests is None and ":" not in text:
+    elif num_requests is None and not is_trace(text):
         num_requests = _MOST_REQUESTS
     workload = load_workload(
         text,

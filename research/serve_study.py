@@ -27,7 +27,7 @@ from kvlab.research.results import RunFolder
 from kvlab.research.rows import Row, make_row, timestamp
 from kvlab.research.sequences import prefix_obstacle
 from kvlab.research.serving import serve
-from kvlab.research.workloads import load_workload
+from kvlab.research.workloads import is_trace, load_workload
 
 Answer = tuple[int, ...]
 
@@ -120,8 +120,7 @@ class ServeStudy:
           ValueError: an unknown workload, a trace that cannot be read or is malformed, or one of
             which no request fits.
         """
-        drawn = ":" not in self.workload
-        count = self.num_requests if drawn else None
+        count = None if is_trace(self.workload) else self.num_requests
         workload = load_workload(
             self.workload,
             num_requests=count,

@@ -120,6 +120,36 @@ def uniform(
     return _at_once("uniform", lengths)
 
 
+def split_words(written: str) -> list[str]:
+    """The words of a comma list of workloads.
+
+    A comma inside a path is part of it: behind `KIND:` a comma ends the word only where another
+    word for a workload follows.
+
+    Args:
+      written: words that `load_workload` takes, as in `alpaca-like,uniform:5-9/5-9,azure:a,b.csv`,
+        which are three.
+
+    Raises:
+      ValueError: nothing stands between two commas.
+    """
+    words: list[str] = []
+    for part in written.split(","):
+        if words and ":" in words[-1] and part.strip().partition(":")[0] not in _WORDS:
+            words[-1] += f",{part}"
+        else:
+            words.append(part)
+    words = [word.strip() for word in words]
+    if not all(words):
+        raise ValueError("a comma list is wanted, with a value between any two commas")
+    return words
+
+
+def is_trace(text: str) -> bool:
+    """Whether a word that `load_workload` takes names a file."""
+    return text.partition(":")[0] in _READERS
+
+
 def load_workload(
     text: str,
     *,
@@ -134,8 +164,8 @@ def load_workload(
       text: one of
         `azure:PATH`, `mooncake:PATH`: a trace;
         `sharegpt:PATH`: the first turn of every conversation;
-        `lognormal:MEAN_PROMPT,MEAN_OUTPUT,SIGMA`, as in `lognormal:128,128,1`;
-        `uniform:LOW-HIGH,LOW-HIGH`, prompts and outputs, as in `uniform:64-192,64-192`;
+        `lognormal:MEAN_PROMPT/MEAN_OUTPUT/SIGMA`, as in `lognormal:128/128/1`;
+        `uniform:LOW-HIGH/LOW-HIGH`, prompts and outputs, as in `uniform:64-192/64-192`;
         `sharegpt-like`, `alpaca-like`: see `MIXES`.
         `lognormal` and `uniform` alone are these two examples.
       num_requests: how many; None is a whole trace, and an error for a drawn mix.
@@ -150,7 +180,7 @@ def load_workload(
         mix refuses.
     """
     kind, _, rest = text.partition(":")
-    if kind in _READERS:
+    if is_trace(text):
         if not rest:
             raise ValueError(f"{text!r} names no file: write {kind}:PATH")
         workload = _READERS[kind](rest, skip_bad_rows=skip_bad_rows)
@@ -175,8 +205,8 @@ _READERS: dict[str, Callable[..., Workload]] = {
 }
 _WORDS = {
     **{kind: f"{kind}:PATH" for kind in _READERS},
-    "lognormal": "lognormal[:MEAN_PROMPT,MEAN_OUTPUT,SIGMA]",
-    "uniform": "uniform[:LOW-HIGH,LOW-HIGH]",
+    "lognormal": "lognormal[:MEAN_PROMPT/MEAN_OUTPUT/SIGMA]",
+    "uniform": "uniform[:LOW-HIGH/LOW-HIGH]",
     **{name: name for name in MIXES},
 }
 
@@ -185,7 +215,7 @@ def _drawn(text: str, num_requests: int, seed: int, max_length: int | None) -> W
     """The workload of a word that names no file."""
     kind, colon, rest = text.partition(":")
     if kind == "uniform":
-        prompt, output = _parsed(text, rest if colon else "64-192,64-192", _range, 2)
+        prompt, output = _parsed(text, rest if colon else "64-192/64-192", _range, 2)
         if max_length is not None and prompt[1] + output[1] > max_length:
             raise ValueError(
                 f"{text!r} draws up to {prompt[1] + output[1]} tokens of prompt and output, and "
@@ -193,7 +223,7 @@ def _drawn(text: str, num_requests: int, seed: int, max_length: int | None) -> W
             )
         return uniform(num_requests, prompt, output, seed)
     if kind == "lognormal":
-        mean_prompt, mean_output, sigma = _parsed(text, rest if colon else "128,128,1", float, 3)
+        mean_prompt, mean_output, sigma = _parsed(text, rest if colon else "128/128/1", float, 3)
         return lognormal(num_requests, mean_prompt, mean_output, sigma, seed, max_length)
     if colon:
         raise ValueError(f"{text!r}: {kind} takes nothing after a colon; write {kind}")
@@ -233,7 +263,7 @@ def _check_count(num_requests: int) -> None:
 def _parsed(text: str, parameters: str, parse: Callable[[str], _T], count: int) -> list[_T]:
     """What stands after the colon, by its parts."""
     try:
-        parts = [parse(part) for part in parameters.split(",")]
+        parts = [parse(part) for part in parameters.split("/")]
     except ValueError:
         parts = []
     if len(parts) != count:

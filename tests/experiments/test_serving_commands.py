@@ -210,6 +210,33 @@ def test_a_malformed_trace_names_its_line_and_can_be_read_without_it(kvlab, tmp_
     assert (row["metrics"]["requests"], row["metrics"]["skipped_rows"]) == (2, 1)
 
 
+def test_drawn_mixes_with_their_numbers_and_paths_with_commas(kvlab, tmp_path):
+    trace = azure(tmp_path / "a,b.csv", [(0, 30, 5), (1, 40, 6)])
+    words = ["uniform:5-9/5-9", "lognormal:20/30/0.5", f"azure:{trace}"]
+    shown = kvlab(
+        *("memory_waste", f"--workload={','.join(words)}", "--allocator=paged", "--page_size=4"),
+        *("--num_requests=2", f"--out={tmp_path}/waste"),
+    )
+    assert shown.status == 0, shown.err
+    rows = read_rows(tmp_path / "waste")
+    assert [row["config"]["workload"] for row in rows] == words
+    lengths = [row["metrics"]["prompt_tokens_mean"] for row in rows]
+    assert 5 <= lengths[0] <= 9
+    assert lengths[2] == 35
+
+
+def test_serve_trace_serves_a_drawn_mix_with_its_numbers(kvlab, tmp_path):
+    shown = kvlab(
+        *("serve_trace", "--model=random:tiny-gqa", "--workload=uniform:5-9/5-9", "--kv_mib=1"),
+        *("--num_requests=6", "--length_scale=1", "--rate=50", "--placement=paged"),
+        *("--max_length=64", f"--out={tmp_path}/run"),
+    )
+    assert shown.status == 0, shown.err
+    rows = [row for row in read_rows(tmp_path / "run") if "request" in row["config"]]
+    assert len(rows) == 6
+    assert all(5 <= row["metrics"]["prompt_tokens"] <= 9 for row in rows)
+
+
 def test_a_report_of_runs_of_two_commands_is_refused(kvlab, tmp_path):
     for command in ("memory_waste", "page_size"):
         run = (command, "--num_requests=5", "--workload=uniform", f"--out={tmp_path}/{command}")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvlab.research.arrivals import MAX_LENGTH
 from kvlab.research.traces import first_turns, read_azure, read_mooncake, read_sharegpt
-from kvlab.research.workloads import MIXES, load_workload, lognormal, uniform
+from kvlab.research.workloads import MIXES, load_workload, lognormal, split_words, uniform
 
 AZURE = "traces/azure/AzureLLMInferenceTrace_conv.csv"
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl"
@@ -178,11 +178,11 @@ class TestWords:
         assert (len(workload.arrivals), workload.skipped_rows) == (1, 1)
 
     def test_parameters_of_drawn_mixes(self):
-        assert load_workload("lognormal:30,40.5,0.7", num_requests=9, seed=2, max_length=64) == (
+        assert load_workload("lognormal:30/40.5/0.7", num_requests=9, seed=2, max_length=64) == (
             lognormal(9, 30, 40.5, 0.7, 2, 64)
         )
         assert load_workload("lognormal", num_requests=9) == lognormal(9, 128, 128, 1, 0)
-        assert load_workload("uniform:5-7,11-13", num_requests=9, seed=2, max_length=20) == (
+        assert load_workload("uniform:5-7/11-13", num_requests=9, seed=2, max_length=20) == (
             uniform(9, (5, 7), (11, 13), 2)
         )
         assert load_workload("uniform", num_requests=9) == uniform(9, (64, 192), (64, 192), 0)
@@ -192,25 +192,44 @@ class TestWords:
         [
             ("azuer:x.csv", r"'azuer:x\.csv' is not known; legal values, nearest first: azure:P"),
             ("sharegpt_like", "nearest first: sharegpt-like, "),
-            ("log-normal:1,2,3", r"nearest first: lognormal\[:MEAN_PROMPT"),
+            ("log-normal:1/2/3", r"nearest first: lognormal\[:MEAN_PROMPT"),
             ("", "workload '' is not known"),
             ("mooncake", "'mooncake' names no file: write mooncake:PATH"),
             ("azure:", "'azure:' names no file: write azure:PATH"),
             ("azure:none.csv", r"trace none\.csv cannot be read"),
             ("alpaca-like:5", "alpaca-like takes nothing after a colon"),
-            ("lognormal:5,6", r"'lognormal:5,6' cannot be read; write lognormal\[:MEAN_PROMPT"),
-            ("lognormal:a,b,c", "'lognormal:a,b,c' cannot be read"),
+            ("lognormal:5/6", r"'lognormal:5/6' cannot be read; write lognormal\[:MEAN_PROMPT"),
+            ("lognormal:a/b/c", "'lognormal:a/b/c' cannot be read"),
             ("lognormal:", "'lognormal:' cannot be read"),
-            ("lognormal:5,6,nan", r"sigma=\(nan, nan\), wanted 0 to 5"),
-            ("uniform:5,6", r"'uniform:5,6' cannot be read; write uniform\[:LOW-HIGH"),
-            ("uniform:5-6-7,8-9", "'uniform:5-6-7,8-9' cannot be read"),
-            ("uniform:7-5,8-9", "prompt=7-5, wanted LOW-HIGH"),
-            ("uniform:5-60,8-90", "draws up to 150 tokens of prompt and output, and max_length=99"),
+            ("lognormal:5/6/nan", r"sigma=\(nan, nan\), wanted 0 to 5"),
+            ("uniform:5/6", r"'uniform:5/6' cannot be read; write uniform\[:LOW-HIGH"),
+            ("uniform:5-6,8-9", r"'uniform:5-6,8-9' cannot be read; write uniform\[:LOW-HIGH/"),
+            ("uniform:5-6-7/8-9", "'uniform:5-6-7/8-9' cannot be read"),
+            ("uniform:7-5/8-9", "prompt=7-5, wanted LOW-HIGH"),
+            ("uniform:5-60/8-90", "draws up to 150 tokens of prompt and output, and max_length=99"),
         ],
     )
     def test_words_that_cannot_be_meant(self, word, said):
         with pytest.raises(ValueError, match=said):
             load_workload(word, num_requests=3, max_length=99)
+
+    @pytest.mark.parametrize(
+        ("written", "words"),
+        [
+            ("alpaca-like, uniform", ["alpaca-like", "uniform"]),
+            ("uniform:5-9/5-9,lognormal:3/4/1", ["uniform:5-9/5-9", "lognormal:3/4/1"]),
+            ("azure:a,b.csv,sharegpt:c,d,uniform", ["azure:a,b.csv", "sharegpt:c,d", "uniform"]),
+            ("alpaca-lik,uniform", ["alpaca-lik", "uniform"]),
+            ("alpaca-like,unifrom", ["alpaca-like", "unifrom"]),
+        ],
+    )
+    def test_a_comma_list_of_words(self, written, words):
+        assert split_words(written) == words
+
+    @pytest.mark.parametrize("written", ["", "uniform,", ",uniform", "uniform,,alpaca-like"])
+    def test_a_comma_list_with_nothing_in_a_place(self, written):
+        with pytest.raises(ValueError, match="a value between any two commas"):
+            split_words(written)
 
     def test_an_unknown_word_lists_all(self):
         with pytest.raises(ValueError, match="not known") as caught:
