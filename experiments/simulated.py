@@ -106,12 +106,8 @@ def run_study(
     Returns:
       The exit status: 1 where a point failed.
     """
-    from kvlab.research.allocation_study import (
-        AllocationStudy,
-        measure_point,
-        point_label,
-        read_workload,
-    )
+    from kvlab.research.allocation_names import point_label
+    from kvlab.research.allocation_study import AllocationStudy, measure_point, read_workload
     from kvlab.research.point_run import run_points
 
     given: dict[str, Any] = {name: flags[name].value for name in flags}

@@ -8,10 +8,10 @@ A100-40GB.
 import collections
 from collections.abc import Mapping, Sequence
 
-from kvlab.research.allocation_study import (
-    allocator_name,
-    point_label,
-    workload_name,
+from kvlab.research.allocation_names import (
+    row_labels,
+    rows_by_allocator,
+    rows_by_workload,
 )
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
 from kvlab.research.presentation import Picture, Presentation, shared_settings
@@ -56,18 +56,6 @@ _CONDITIONS = (
     "which prefills in chunks beside running decodes."
 )
 
-RowsByAllocator = Mapping[tuple[str, str], list[Row]]
-"""Finished rows by workload and allocator, in the order of the run."""
-
-
-def rows_by_allocator(rows: Sequence[Row]) -> RowsByAllocator:
-    """The finished rows of each workload and allocator."""
-    found: dict[tuple[str, str], list[Row]] = collections.defaultdict(list)
-    for row in rows:
-        if row["status"] == "ok":
-            found[workload_name(row["config"]), allocator_name(row["config"])].append(row)
-    return found
-
 
 def presented(
     rows: Sequence[Row],
@@ -84,7 +72,7 @@ def presented(
         tables=tables,
         brief_tables=tables,
         pictures=pictures,
-        labels=[point_label(config) for config in configs],
+        labels=row_labels(rows),
         held_fixed=shared_settings(configs),
     )
 
@@ -93,15 +81,14 @@ def present_memory_waste(rows: Sequence[Row]) -> Presentation:
     """Shares of the KV memory, by allocator, beside Fig. 2 of the paper."""
     found: dict[str, dict[str, Row]] = collections.defaultdict(dict)
     for (workload, name), (row, *_) in rows_by_allocator(rows).items():
-        if f"{_PART_METRICS[0]}_waiting" in row["metrics"]:
-            found[workload][name] = row
+        found[workload][name] = row
     tables: list[Table] = []
     findings: list[str] = []
     pictures: list[Picture] = []
     for number, (workload, allocators) in enumerate(found.items()):
-        shares = {name: _shares(row) for name, row in allocators.items()}
+        shares = {name: _shares(row) for name, row in allocators.items() if _waited(row)}
         title = f"Where the KV memory goes while requests wait: {workload}"
-        published = _fig_2(workload)
+        published = _fig_2(next(iter(allocators.values())))
         cells = tuple(_waste_cells(name, row, published) for name, row in allocators.items())
         kinds = ("", ", published") if published else ("",)
         headings = [f"{part}{kind} %" for part in _PARTS for kind in kinds]
@@ -116,10 +103,26 @@ def present_memory_waste(rows: Sequence[Row]) -> Presentation:
             "waited."
         )
         caption += " The paler bars are Fig. 2 of the PagedAttention paper." if published else ""
-        png = draw_stacked_bars(title, _PARTS, bars)
-        pictures.append(Picture(f"memory_waste_{number}.png", title, caption, png))
+        if bars:
+            png = draw_stacked_bars(title, _PARTS, bars)
+            pictures.append(Picture(f"memory_waste_{number}.png", title, caption, png))
         findings += _waste_findings(workload, shares)
+        findings += _nobody_waited(workload, [name for name in allocators if name not in shares])
     return presented(rows, tables, findings, pictures)
+
+
+def _waited(row: Row) -> bool:
+    """Whether a request ever waited: the shares are of that time."""
+    return f"{_PART_METRICS[0]}_waiting" in row["metrics"]
+
+
+def _nobody_waited(workload: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    return [
+        f"{workload}: with {', '.join(names)} no request ever waited for memory, so there is no "
+        "time to average over; give more requests (--num_requests), or a smaller pool (--kv_slots)."
+    ]
 
 
 def _shares(row: Row) -> tuple[float, ...]:
@@ -127,13 +130,14 @@ def _shares(row: Row) -> tuple[float, ...]:
     return tuple(100 * row["metrics"][f"{part}_waiting"] for part in _PART_METRICS)
 
 
-def _fig_2(workload: str) -> Mapping[str, tuple[float, ...]]:
+def _fig_2(row: Row) -> Mapping[str, tuple[float, ...]]:
     """The published shares, which are of ShareGPT."""
-    return FIG_2 if workload.startswith("sharegpt") else {}
+    return FIG_2 if row["config"]["workload"].startswith("sharegpt") else {}
 
 
 def _waste_cells(name: str, row: Row, published: Mapping[str, tuple[float, ...]]) -> dict[str, str]:
-    measured = {f"{p} %": f"{v:.1f}" for p, v in zip(_PARTS, _shares(row), strict=True)}
+    shares = zip(_PARTS, _shares(row), strict=True) if _waited(row) else ()
+    measured = {f"{part} %": f"{value:.1f}" for part, value in shares}
     known = zip(_PARTS, published.get(name, ()), strict=False)  # of paging the first part alone
     beside = {f"{part}, published %": f"{value:.1f}" for part, value in known}
     preemptions = whole(row["metrics"]["preemptions"])
@@ -163,11 +167,10 @@ def present_page_size(rows: Sequence[Row]) -> Presentation:
     """Normalised latency and waste against the page size, beside Fig. 18b in words."""
     by_rate: dict[tuple[str, float | None], list[Row]] = collections.defaultdict(list)
     cells = []
-    for row in rows:
-        if row["status"] == "ok":
-            config = row["config"]
-            by_rate[workload_name(config), config["rate"]].append(row)
-            metrics = row["metrics"]
+    for workload, of_one in rows_by_workload(rows).items():
+        for row in of_one:
+            config, metrics = row["config"], row["metrics"]
+            by_rate[workload, config["rate"]].append(row)
             asked = "all waiting" if config["rate"] is None else f"{config['rate']:g}"
             shown = {
                 "ms a token, mean": milliseconds(metrics["normalized_latency_mean_s"]),
@@ -177,7 +180,7 @@ def present_page_size(rows: Sequence[Row]) -> Presentation:
             taken = sum(metrics[part] for part in _PART_METRICS[:3])
             wasted = metrics["kv_reserved"] + metrics["kv_internal"]
             shown["not filled, of pages taken %"] = percent(wasted / taken) if taken else "0"
-            named = {"workload": workload_name(config), "requests/s": asked}
+            named = {"workload": workload, "requests/s": asked}
             cells.append({**named, "page size": str(config["page_size"]), **shown})
     headings = ("ms a token, mean", "not filled, of pages taken %", "batched", "preemptions")
     table = Table("By page size", ("workload", "requests/s", "page size", *headings), tuple(cells))

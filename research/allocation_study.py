@@ -7,7 +7,6 @@ PagedAttention" (arXiv 2309.06180): OPT-13B on one A100-40GB, with 12 GB for key
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -114,25 +113,6 @@ def read_workload(config: Mapping[str, Any], seed: int) -> Workload:
     """
     names = ("workload", "num_requests", "max_length", "skip_bad_rows")
     return _workload(*(config[name] for name in names), seed)
-
-
-def point_label(config: Mapping[str, Any]) -> str:
-    """A row's config in a few words."""
-    rate = "all waiting" if config["rate"] is None else f"{config['rate']:g} requests/s"
-    return f"{workload_name(config)} {allocator_name(config)} {rate}"
-
-
-def workload_name(config: Mapping[str, Any]) -> str:
-    """The workload of a row; of a trace its kind and the name of the file."""
-    word = str(config["workload"])
-    kind, _, path = word.partition(":")
-    return f"{kind}:{pathlib.Path(path).stem}" if is_trace(word) else word
-
-
-def allocator_name(config: Mapping[str, Any]) -> str:
-    """The allocator of a row; a paged one with its page size."""
-    name = config["allocator"]
-    return f"{name}-{config['page_size']}" if name == "paged" else str(name)
 
 
 @functools.lru_cache(maxsize=4)

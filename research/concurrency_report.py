@@ -7,7 +7,8 @@ Published: "Efficient Memory Management for Large Language Model Serving with Pa
 import collections
 from collections.abc import Callable, Sequence
 
-from kvlab.research.allocation_report import RowsByAllocator, presented, rows_by_allocator
+from kvlab.research.allocation_names import RowsByAllocator, rows_by_allocator
+from kvlab.research.allocation_report import presented
 from kvlab.research.allocation_study import sustained_rate
 from kvlab.research.bar_chart import Bar, BarPanel, draw_bars
 from kvlab.research.chart_style import COLOURS
@@ -41,7 +42,7 @@ def present_concurrency(rows: Sequence[Row]) -> Presentation:
     for (workload, name), of_one in found.items():
         for row in of_one:
             rate = row["config"]["rate"]
-            published = FIG_13.get((workload, rate), {}).get(name)
+            published = FIG_13.get((row["config"]["workload"], rate), {}).get(name)
             shown = {
                 heading: show(row["metrics"][metric])
                 for metric, (heading, show) in _CONCURRENCY.items()
@@ -76,8 +77,12 @@ def _waiting_rows(found: RowsByAllocator) -> dict[str, dict[str, float]]:
     return best
 
 
-def _published(workload: str) -> dict[str, float]:
-    return next((known for (name, _), known in FIG_13.items() if name == workload), {})
+def _published(found: RowsByAllocator, workload: str) -> dict[str, float]:
+    """The published requests at once of a workload, by the name that the rows give it."""
+    words = {
+        row["config"]["workload"] for (of, _), r in found.items() for row in r if of == workload
+    }
+    return next((known for (word, _), known in FIG_13.items() if word in words), {})
 
 
 def _batched_picture(found: RowsByAllocator) -> Picture | None:
@@ -86,7 +91,7 @@ def _batched_picture(found: RowsByAllocator) -> Picture | None:
     for workload, allocators in _waiting_rows(found).items():
         bars = []
         for name, value in allocators.items():
-            published = _published(workload).get(name)
+            published = _published(found, workload).get(name)
             for kind, number, colour in (
                 ("measured", value, COLOURS[0]),
                 ("published", published, COLOURS[6]),
@@ -151,7 +156,7 @@ def _concurrency_findings(found: RowsByAllocator) -> list[str]:
             for other in ("max", "pow2", "oracle"):
                 if other in allocators:
                     ratio = f"x{value / allocators[other]:.1f} of {other}"
-                    known = _published(workload)
+                    known = _published(found, workload)
                     if other in known and name in known:
                         ratio += f" (published x{known[name] / known[other]:.1f})"
                     parts.append(ratio)
@@ -183,7 +188,7 @@ def _why_fewer(found: RowsByAllocator) -> list[str]:
     for (workload, name), rows in found.items():
         for row in rows:
             rate, metrics = row["config"]["rate"], row["metrics"]
-            published = FIG_13.get((workload, rate), {}).get(name)
+            published = FIG_13.get((row["config"]["workload"], rate), {}).get(name)
             here = metrics.get("running_mean")
             if published is None or here is None or here > 0.7 * published:
                 continue

@@ -57,3 +57,27 @@ def shared_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in first.items()
         if value is not None and all(config.get(name) == value for config in configs)
     }
+
+
+def told_apart(
+    labels: Sequence[str], configs: Sequence[Mapping[str, Any]], beside: Sequence[str] = ()
+) -> list[str]:
+    """Labels, each with the settings by which its config differs from others of the same label.
+
+    Args:
+        labels: of each config, as short as one likes.
+        configs: what is labelled.
+        beside: settings that are shown beside the labels, and need not be in them.
+    """
+    alike: dict[str, list[Mapping[str, Any]]] = {}
+    for label, config in zip(labels, configs, strict=True):
+        alike.setdefault(label, []).append(config)
+    told = []
+    for label, config in zip(labels, configs, strict=True):
+        others = alike[label]
+        names = dict.fromkeys(name for other in others for name in other if name not in beside)
+        differing = [
+            name for name in names if any(other.get(name) != config.get(name) for other in others)
+        ]
+        told.append(", ".join([label, *(f"{name}={config.get(name)}" for name in differing)]))
+    return told

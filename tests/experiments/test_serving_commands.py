@@ -225,6 +225,20 @@ def test_drawn_mixes_with_their_numbers_and_paths_with_commas(kvlab, tmp_path):
     assert lengths[2] == 35
 
 
+def test_two_traces_of_one_file_name_are_both_shown_though_nobody_waits(kvlab, tmp_path):
+    for place, tokens in (("x", 30), ("y", 50)):
+        (tmp_path / place).mkdir()
+        azure(tmp_path / place / "w.csv", [(second, tokens, 5) for second in range(4)])
+    words = ",".join(f"azure:{tmp_path}/{place}/w.csv" for place in "xy")
+    command = ("memory_waste", f"--workload={words}", "--allocator=max,oracle")
+    shown = kvlab(*command, f"--out={tmp_path}/run")
+    assert shown.status == 0, shown.err
+    tables = shown.out.partition("Findings")[0]
+    assert tables.count("azure:x/w.csv") == tables.count("azure:y/w.csv") == 1
+    assert tables.count("oracle") == tables.count("max") == 2
+    assert shown.out.count("no request ever waited") == 2
+
+
 def test_serve_trace_serves_a_drawn_mix_with_its_numbers(kvlab, tmp_path):
     shown = kvlab(
         *("serve_trace", "--model=random:tiny-gqa", "--workload=uniform:5-9/5-9", "--kv_mib=1"),
