@@ -13,6 +13,7 @@ from kvlab.research.allocation_names import (
     rows_by_allocator,
     rows_by_workload,
 )
+from kvlab.research.left_out import left_out_of_workload, refused_by_pool
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
 from kvlab.research.presentation import Picture, Presentation, shared_settings
 from kvlab.research.rows import Row
@@ -68,13 +69,25 @@ def presented(
     return Presentation(
         reading=f"{_READING} {_CONDITIONS}",
         terms=_TERMS,
-        findings=findings,
+        findings=[*findings, *_left_out(rows)],
         tables=tables,
         brief_tables=tables,
         pictures=pictures,
         labels=row_labels(rows),
         held_fixed=shared_settings(configs),
     )
+
+
+def _left_out(rows: Sequence[Row]) -> list[str]:
+    """Requests that the rows were asked for and did not serve."""
+    sentences: list[str] = []
+    for (workload, name), of_one in rows_by_allocator(rows).items():
+        for row in of_one:
+            said = left_out_of_workload(row["metrics"], row["config"]["max_length"])
+            sentences += [f"{workload}: {said}."] if said else []
+            said = refused_by_pool(row["metrics"], "give more --kv_slots")
+            sentences += [f"{workload}: with {name} {said}."] if said else []
+    return list(dict.fromkeys(sentences))
 
 
 def present_memory_waste(rows: Sequence[Row]) -> Presentation:

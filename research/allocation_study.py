@@ -145,6 +145,11 @@ def measure_point(
 
     Returns:
       Metrics, and series: the share of the token slots that were filled over simulated seconds.
+      Requests that have no room in the pool even alone are left out, and counted in
+      `requests_refused`.
+
+    Raises:
+      ValueError: no request has room.
     """
     workload = read_workload(config, seed)
     if config["rate"] is not None:
@@ -166,11 +171,20 @@ def measure_point(
     options = EngineOptions(reuse_prefixes=False, headroom_tokens=config["headroom_tokens"])
     engine = Engine(simulated(simulation), options)
     requests = list(_requests(workload, arrive=config["rate"] is not None))
-    for _ in serve(engine, requests):
+    refused: dict[str, str] = {}
+    for _ in serve(engine, requests, refused):
         pass
+    served = [one for one in workload.arrivals if str(one.number) not in refused]
+    if not served:
+        raise ValueError(
+            f"none of {len(refused)} requests has room even alone: kv_slots={config['kv_slots']} "
+            f"with allocator={config['allocator']}; give more --kv_slots"
+        )
     metrics = serving_metrics(engine.times, engine.history)
-    lengths = np.array([(one.prompt_tokens, one.output_tokens) for one in workload.arrivals])
+    lengths = np.array([(one.prompt_tokens, one.output_tokens) for one in served])
     metrics["skipped_rows"] = workload.skipped_rows
+    metrics["requests_too_long"] = workload.too_long
+    metrics["requests_refused"] = len(refused)
     metrics["prompt_tokens_mean"], metrics["output_tokens_mean"] = lengths.mean(axis=0)
     shares = [(usage.time_s, usage.filled / usage.total) for usage in engine.history]
     return metrics, {"kv_filled": shares[:: max(1, len(shares) // 400)]}
@@ -179,7 +193,7 @@ def measure_point(
 def _sequences(workload: Workload, kv_slots: int) -> int:
     """Sequences to allow at once: half as many again as the pool holds on average."""
     held = np.mean([one.prompt_tokens + one.output_tokens / 2 for one in workload.arrivals])
-    return min(len(workload.arrivals), 64 * -(-int(1.5 * kv_slots / held) // 64))
+    return min(len(workload.arrivals), 64 * max(1, -(-int(1.5 * kv_slots / held) // 64)))
 
 
 def _requests(workload: Workload, arrive: bool) -> Iterator[Request]:

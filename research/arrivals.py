@@ -160,9 +160,13 @@ def taken(workload: Workload, count: int, start: int = 0) -> Workload:
     """
     held = len(workload.arrivals)
     if count < 1 or start < 0 or start + count > held:
+        lost = {"malformed": workload.skipped_rows, "too long": workload.too_long}
+        left_out = "".join(
+            f"; {number} {why} were left out" for why, number in lost.items() if number
+        )
         raise ValueError(
-            f"{workload.name} holds {held} requests, and {count} from number {start} on were "
-            "asked for; ask for at least 1, and for no more than there are"
+            f"{workload.name} holds {held} requests, and {count} from number {start} on were asked "
+            f"for (num_requests); ask for at least 1, and for no more than there are{left_out}"
         )
     some = workload.arrivals[start : start + count]
     moved = (dataclasses.replace(one, arrival_s=one.arrival_s - some[0].arrival_s) for one in some)

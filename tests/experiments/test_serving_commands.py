@@ -239,6 +239,43 @@ def test_two_traces_of_one_file_name_are_both_shown_though_nobody_waits(kvlab, t
     assert shown.out.count("no request ever waited") == 2
 
 
+def test_a_study_leaves_out_what_no_pool_of_its_holds_and_says_so(kvlab, tmp_path):
+    trace = azure(tmp_path / "a.csv", [(0, 30, 5), (1, 400, 5), (2, 20, 5), (3, 900, 9)])
+    shown = kvlab(
+        *("memory_waste", f"--workload=azure:{trace}", "--allocator=oracle,paged"),
+        *("--kv_slots=64", "--max_length=800", f"--out={tmp_path}/run"),
+    )
+    assert shown.status == 0, shown.err
+    for row in read_rows(tmp_path / "run"):
+        counts = ("requests", "requests_ended", "requests_refused", "requests_too_long")
+        assert [row["metrics"][name] for name in counts] == [2, 2, 1, 1]
+        assert row["metrics"]["prompt_tokens_mean"] == 25
+    assert "with paged-16 1 of 3 requests had no room even alone" in shown.out
+    assert "give more --kv_slots" in shown.out
+    assert "1 request longer than max_length=800" in shown.out
+
+
+def test_a_pool_that_holds_no_request_is_an_error_that_names_its_flag(kvlab, tmp_path):
+    command = ("memory_waste", "--num_requests=3", "--workload=uniform", "--allocator=oracle,max")
+    shown = kvlab(*command, "--kv_slots=3", f"--out={tmp_path}/run")
+    assert shown.status == 1
+    for row in read_rows(tmp_path / "run"):
+        assert "none of 3 requests has room even alone: kv_slots=3" in row["error"]
+        assert "give more --kv_slots" in row["error"]
+
+
+def test_more_requests_than_a_trace_holds_are_an_error(kvlab, tmp_path):
+    trace = azure(tmp_path / "a.csv", [(0, 30, 5), (1, 400, 5), (2, 20, 5)])
+    shown = kvlab(
+        *("concurrency", f"--workload=azure:{trace}", "--rate=1", "--num_requests=3"),
+        *("--max_length=100", f"--out={tmp_path}/run"),
+    )
+    assert shown.status == 1
+    assert "holds 2 requests, and 3 from number 0 on were asked for" in shown.error
+    assert "1 too long were left out" in shown.error
+    assert not (tmp_path / "run").exists()
+
+
 def test_serve_trace_serves_a_drawn_mix_with_its_numbers(kvlab, tmp_path):
     shown = kvlab(
         *("serve_trace", "--model=random:tiny-gqa", "--workload=uniform:5-9/5-9", "--kv_mib=1"),

@@ -12,7 +12,7 @@ FIGURES = {"requests": 9, "preemptions": 0, "running_mean": 3.5, "normalized_lat
 
 
 def row(workload="sharegpt-like", allocator="max", rate=None, seed=0, waited=True, **more):
-    config = {"workload": workload, "allocator": allocator, "rate": rate, "num_requests": 9}
+    config = {"workload": workload, "allocator": allocator, "rate": rate, "max_length": 64}
     if allocator == "paged":
         config["page_size"] = 16
     metrics = {**FIGURES, **WAITED, **more.pop("metrics", {})}
@@ -79,3 +79,19 @@ def test_where_nobody_waited_the_cells_are_absent_and_a_finding_says_why():
     nobody = present_memory_waste([row(waited=False)])
     assert len(nobody.tables[0].rows) == 1
     assert not nobody.pictures
+
+
+@pytest.mark.parametrize("present", [present_memory_waste, present_concurrency, present_page_size])
+def test_requests_that_were_left_out_are_said(present):
+    lost = {"skipped_rows": 1, "requests_too_long": 2000, "requests_refused": 3, "requests": 6}
+    rows = [row(allocator="paged", rate=rate, metrics=lost) for rate in (1.0, 2.0)]
+    told = present(rows).findings[-2:]
+    assert told == [
+        "sharegpt-like: 1 malformed row and 2,000 requests longer than max_length=64 of the "
+        "workload were left out before any was taken.",
+        "sharegpt-like: with paged-16 3 of 9 requests had no room even alone and were left out; "
+        "give more --kv_slots.",
+    ]
+    assert not any(
+        "left out" in sentence for sentence in present([row(allocator="paged")]).findings
+    )
