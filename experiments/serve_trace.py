@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
     from kvlab.models.load import load_model
     from kvlab.research.cache_axes import cache_specs
     from kvlab.research.serve_study import ServeStudy, run_serve_study
+    from kvlab.research.workloads import trace_sha256
 
     axes: dict[str, Any] = {name: FLAGS[name].value for name in CACHE_AXES if FLAGS[name].present}
     caches = cache_specs({"placement": ("contiguous", "paged"), **axes})
@@ -82,6 +83,7 @@ def main(argv: list[str]) -> int:
         skip_bad_rows=FLAGS.skip_bad_rows,
         check=FLAGS.check,
         seed=FLAGS.seed,
+        trace_sha256=trace_sha256(FLAGS.workload),
     )
     study.workload_in_time()  # before the model is loaded and anything is written
     model = load_model(study.model)

@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
     from kvlab.research.point_run import run_points
     from kvlab.research.sharing_report import label
     from kvlab.research.sharing_study import SharingStudy, measure_sharing
+    from kvlab.research.workloads import trace_sha256
 
     study = SharingStudy(
         model=FLAGS.model,
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
         max_length=FLAGS.max_length,
         page_size=FLAGS.page_size,
         seed=FLAGS.seed,
+        trace_sha256=trace_sha256(FLAGS.workload),
     )
     given = text_file(FLAGS.text) if FLAGS.text else None
     written = given.read() if given else read_texts(())["en"]

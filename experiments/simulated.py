@@ -109,6 +109,7 @@ def run_study(
     from kvlab.research.allocation_names import point_label
     from kvlab.research.allocation_study import AllocationStudy, measure_point, read_workload
     from kvlab.research.point_run import run_points
+    from kvlab.research.workloads import trace_sha256
 
     given: dict[str, Any] = {name: flags[name].value for name in flags}
     fields: dict[str, Any] = {
@@ -128,6 +129,7 @@ def run_study(
         headroom_tokens=given["headroom_tokens"],
         call_overhead_s=given["call_overhead_ms"] / 1e3,
         sequence_overhead_s=given["sequence_overhead_ms"] / 1e3,
+        trace_sha256=tuple(map(trace_sha256, workloads)),
         **{name: value for name, value in fields.items() if value is not None},
     )
     points = list(study.points())

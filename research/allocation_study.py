@@ -51,6 +51,8 @@ class AllocationStudy:
       device: a name of `kvlab.research.devices.DEVICES`.
       call_overhead_s: see `StepCost`.
       sequence_overhead_s: see `StepCost`.
+      trace_sha256: of each workload, what its file holds, as `workloads.trace_sha256` gives it;
+        none pins no file.
 
     Raises:
       ValueError: an unknown device, or rates for another number of workloads.
@@ -70,6 +72,7 @@ class AllocationStudy:
     device: str = "A100-40GB"
     call_overhead_s: float = 0.0
     sequence_overhead_s: float = 0.0
+    trace_sha256: tuple[str | None, ...] = ()
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -82,7 +85,10 @@ class AllocationStudy:
 
     def to_json(self) -> dict[str, Any]:
         """The study as a manifest stores it."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        if not any(self.trace_sha256):
+            del values["trace_sha256"]
+        return values
 
     def points(self) -> Iterator[dict[str, Any]]:
         """The config of each row, in the order they run."""
@@ -96,28 +102,41 @@ class AllocationStudy:
             "call_overhead_s": self.call_overhead_s,
             "sequence_overhead_s": self.sequence_overhead_s,
         }
-        for workload, rates in zip(self.workloads, self.rates, strict=True):
+        pins = self.trace_sha256 or (None,) * len(self.workloads)
+        for workload, rates, sha256 in zip(self.workloads, self.rates, pins, strict=True):
+            pinned = {} if sha256 is None else {"trace_sha256": sha256}
             for allocator in self.allocators:
                 for page_size in self.page_sizes if allocator == "paged" else (None,):
                     for rate in rates:
                         paged = {} if page_size is None else {"page_size": page_size}
                         named = {"workload": workload, "rate": rate, "allocator": allocator}
-                        yield {**named, **paged, "num_requests": self.num_requests, **shared}
+                        yield {
+                            **named,
+                            **paged,
+                            "num_requests": self.num_requests,
+                            **shared,
+                            **pinned,
+                        }
 
 
 def read_workload(config: Mapping[str, Any], seed: int) -> Workload:
     """The requests of a point, without their arrivals.
 
     Raises:
-      ValueError: an unknown workload, or a trace that cannot be read or is malformed.
+      ValueError: an unknown workload, or a trace that cannot be read, has changed or is malformed.
     """
     names = ("workload", "num_requests", "max_length", "skip_bad_rows")
-    return _workload(*(config[name] for name in names), seed)
+    return _workload(*(config[name] for name in names), seed, config.get("trace_sha256"))
 
 
 @functools.lru_cache(maxsize=4)
 def _workload(
-    text: str, num_requests: int | None, max_length: int, skip_bad_rows: bool, seed: int
+    text: str,
+    num_requests: int | None,
+    max_length: int,
+    skip_bad_rows: bool,
+    seed: int,
+    sha256: str | None,
 ) -> Workload:
     mix = MIXES.get(text)
     if num_requests is None and mix is not None:
@@ -130,6 +149,7 @@ def _workload(
         seed=seed,
         max_length=max_length,
         skip_bad_rows=skip_bad_rows,
+        sha256=sha256,
     )
     return taken(workload, min(len(workload.arrivals), num_requests or _MOST_REQUESTS))
 

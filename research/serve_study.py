@@ -56,6 +56,7 @@ class ServeStudy:
       skip_bad_rows: leaves malformed rows of a trace out, and counts them.
       check: so many answers are generated again alone, in the same configuration, and compared.
       seed: of lengths, arrivals and prompts.
+      trace_sha256: what a trace's file holds, as `workloads.trace_sha256` gives it; None pins none.
     """
 
     model: str
@@ -77,11 +78,12 @@ class ServeStudy:
     skip_bad_rows: bool
     check: int
     seed: int
+    trace_sha256: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """What all points share, as their rows name it."""
         values = dataclasses.asdict(self)
-        for name in ("caches", "seed"):
+        for name in ("caches", "seed", *(() if self.trace_sha256 else ("trace_sha256",))):
             del values[name]
         return values
 
@@ -117,8 +119,8 @@ class ServeStudy:
         """The requests with their arrivals, scaled, without those that are too long.
 
         Raises:
-          ValueError: an unknown workload, a trace that cannot be read or is malformed, or one of
-            which no request fits.
+          ValueError: an unknown workload, a trace that cannot be read, has changed or is
+            malformed, or one of which no request fits.
         """
         count = None if is_trace(self.workload) else self.num_requests
         workload = load_workload(
@@ -126,6 +128,7 @@ class ServeStudy:
             num_requests=count,
             seed=self.seed,
             skip_bad_rows=self.skip_bad_rows,
+            sha256=self.trace_sha256,
         )
         workload = scaled(workload, lengths=self.length_scale, rate=self.rate_scale)
         workload = fitting(workload, self.max_length)

@@ -40,6 +40,7 @@ class SharingStudy:
       max_length: longest sequence; longer ones are cut.
       page_size: tokens a page.
       seed: of lengths, of the prompts' places and of sampling.
+      trace_sha256: what a trace's file holds, as `workloads.trace_sha256` gives it; None pins none.
     """
 
     model: str
@@ -50,14 +51,18 @@ class SharingStudy:
     max_length: int
     page_size: int
     seed: int
+    trace_sha256: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The study as a manifest stores it."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        if self.trace_sha256 is None:
+            del values["trace_sha256"]
+        return values
 
     def points(self) -> Iterator[dict[str, Any]]:
         """The config of each row."""
-        shared = dataclasses.asdict(self)
+        shared = self.to_json()
         for name in ("methods", "counts", "seed"):
             del shared[name]
         for method in self.methods:
@@ -105,7 +110,11 @@ def measure_sharing(
     """
     count, max_length = config["count"], config["max_length"]
     lengths = load_workload(
-        config["workload"], num_requests=config["num_prompts"], seed=seed, max_length=max_length
+        config["workload"],
+        num_requests=config["num_prompts"],
+        seed=seed,
+        max_length=max_length,
+        sha256=config.get("trace_sha256"),
     ).arrivals[: config["num_prompts"]]
     longest = max(one.prompt_tokens for one in lengths)
     if longest > len(text):

@@ -10,6 +10,7 @@ nothing has no time to its first token.
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import pathlib
@@ -43,7 +44,9 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 StrPath = str | os.PathLike[str]
 
 
-def read_azure(path: StrPath, *, skip_bad_rows: bool = False) -> Workload:
+def read_azure(
+    path: StrPath, *, skip_bad_rows: bool = False, sha256: str | None = None
+) -> Workload:
     """Reads a trace of the Azure LLM inference service.
 
     Source: Azure/AzurePublicDataset, published with Splitwise (ISCA'24, arXiv 2311.18677).
@@ -53,18 +56,21 @@ def read_azure(path: StrPath, *, skip_bad_rows: bool = False) -> Workload:
         and a time of day with up to 9 digits of a second; without an offset it is taken as UTC.
       skip_bad_rows: leave malformed rows out and count them. A row that is earlier than the good
         row before it counts as malformed.
+      sha256: of the file's bytes, hexadecimal, as `file_sha256` gave it; None takes any.
 
     Returns:
       Times in seconds from the first request; no blocks.
 
     Raises:
-      ValueError: the file cannot be read, is another kind of file or has no good row; or a row is
-        malformed and `skip_bad_rows` is False.
+      ValueError: the file cannot be read, has another sha256, is another kind of file or has no
+        good row; or a row is malformed and `skip_bad_rows` is False.
     """
-    return _read(path, "azure", _azure_row, skip_bad_rows)
+    return _read(path, "azure", _azure_row, skip_bad_rows, sha256)
 
 
-def read_mooncake(path: StrPath, *, skip_bad_rows: bool = False) -> Workload:
+def read_mooncake(
+    path: StrPath, *, skip_bad_rows: bool = False, sha256: str | None = None
+) -> Workload:
     """Reads a trace of Mooncake, the service behind Kimi.
 
     In the conversation trace every request has ceil(input_length / 512) ids, an id always follows
@@ -77,6 +83,7 @@ def read_mooncake(path: StrPath, *, skip_bad_rows: bool = False) -> Workload:
       path: a JSON object a line, with timestamp (milliseconds), input_length, output_length and
         hash_ids.
       skip_bad_rows: as for `read_azure`.
+      sha256: as for `read_azure`.
 
     Returns:
       Times in seconds from the first request, blocks of 512 tokens.
@@ -84,10 +91,12 @@ def read_mooncake(path: StrPath, *, skip_bad_rows: bool = False) -> Workload:
     Raises:
       ValueError: as `read_azure`.
     """
-    return _read(path, "mooncake", _mooncake_row, skip_bad_rows)
+    return _read(path, "mooncake", _mooncake_row, skip_bad_rows, sha256)
 
 
-def read_sharegpt(path: StrPath, *, skip_bad_rows: bool = False) -> Workload:
+def read_sharegpt(
+    path: StrPath, *, skip_bad_rows: bool = False, sha256: str | None = None
+) -> Workload:
     """Reads token counts of ShareGPT conversations, a row for each turn.
 
     The prompt of a turn holds the turns before it; see `first_turns`.
@@ -99,6 +108,7 @@ def read_sharegpt(path: StrPath, *, skip_bad_rows: bool = False) -> Workload:
       path: CSV with the columns num_prefill_tokens, num_decode_tokens, num_total_tokens, pd_ratio.
         The third must be the sum of the first two; the last is not read.
       skip_bad_rows: as for `read_azure`.
+      sha256: as for `read_azure`.
 
     Returns:
       Rows in the order of the file, all at 0 s, since the file has no times; no blocks.
@@ -106,7 +116,7 @@ def read_sharegpt(path: StrPath, *, skip_bad_rows: bool = False) -> Workload:
     Raises:
       ValueError: as `read_azure`.
     """
-    return _read(path, "sharegpt", _sharegpt_row, skip_bad_rows)
+    return _read(path, "sharegpt", _sharegpt_row, skip_bad_rows, sha256)
 
 
 def first_turns(workload: Workload, max_length: int | None = None) -> Workload:
@@ -147,8 +157,30 @@ class _Row(NamedTuple):
     block_ids: tuple[int, ...] = ()
 
 
-def _read(path: StrPath, kind: str, parse: Callable[[str], _Row], skip_bad_rows: bool) -> Workload:
-    lines = _lines(path, kind)
+def file_sha256(path: StrPath) -> str:
+    """Names what a file holds, so that an experiment can be pinned to it.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    return hashlib.sha256(_content(path)).hexdigest()
+
+
+def _read(
+    path: StrPath,
+    kind: str,
+    parse: Callable[[str], _Row],
+    skip_bad_rows: bool,
+    sha256: str | None,
+) -> Workload:
+    content = _content(path)
+    found = hashlib.sha256(content).hexdigest()
+    if sha256 is not None and sha256 != found:
+        raise ValueError(
+            f"trace {path} has changed: its sha256 was {sha256[:12]}..., and is {found[:12]}...; "
+            "bring the old file back, or start a new run"
+        )
+    lines = _lines(path, kind, content)
     start = int(kind in _HEADERS)
     rows: list[_Row] = []
     skipped = 0
@@ -179,12 +211,15 @@ def _read(path: StrPath, kind: str, parse: Callable[[str], _Row], skip_bad_rows:
     return Workload(f"{kind}:{pathlib.Path(path).stem}", arrivals, block_tokens, skipped)
 
 
-def _lines(path: StrPath, kind: str) -> list[bytes]:
-    """The lines of a file of this kind; empty ones at its end are none."""
+def _content(path: StrPath) -> bytes:
     try:
-        content = pathlib.Path(path).read_bytes()
+        return pathlib.Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"trace {path} cannot be read: {error.strerror}") from error
+
+
+def _lines(path: StrPath, kind: str, content: bytes) -> list[bytes]:
+    """The lines of a file of this kind; empty ones at its end are none."""
     lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
     first = lines[0].decode(errors="replace").strip()
     wanted = _HEADERS.get(kind, "a JSON object a line")

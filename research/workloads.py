@@ -18,7 +18,7 @@ from kvlab.research.arrivals import (
     generator,
     taken,
 )
-from kvlab.research.traces import first_turns, read_azure, read_mooncake, read_sharegpt
+from kvlab.research.traces import file_sha256, first_turns, read_azure, read_mooncake, read_sharegpt
 
 _T = TypeVar("_T")
 
@@ -150,6 +150,16 @@ def is_trace(text: str) -> bool:
     return text.partition(":")[0] in _READERS
 
 
+def trace_sha256(text: str) -> str | None:
+    """What the file of a word that `load_workload` takes holds; None of one that names no file.
+
+    Raises:
+      ValueError: the file cannot be read.
+    """
+    _, _, path = text.partition(":")
+    return file_sha256(path) if is_trace(text) and path else None
+
+
 def load_workload(
     text: str,
     *,
@@ -157,6 +167,7 @@ def load_workload(
     seed: int = 0,
     max_length: int | None = None,
     skip_bad_rows: bool = False,
+    sha256: str | None = None,
 ) -> Workload:
     """Reads or draws the workload that one word of a command line names.
 
@@ -174,6 +185,7 @@ def load_workload(
         before any are taken, and counted in `too_long`; lognormal lengths are cut; uniform ranges
         must fit.
       skip_bad_rows: leave malformed rows of a file out; see `read_azure`.
+      sha256: of a trace's file, as `trace_sha256` gave it; None takes any.
 
     Raises:
       ValueError: an unknown word, with the legal ones, the nearest first; or what the reader or the
@@ -183,7 +195,7 @@ def load_workload(
     if is_trace(text):
         if not rest:
             raise ValueError(f"{text!r} names no file: write {kind}:PATH")
-        workload = _READERS[kind](rest, skip_bad_rows=skip_bad_rows)
+        workload = _READERS[kind](rest, skip_bad_rows=skip_bad_rows, sha256=sha256)
         select = first_turns if kind == "sharegpt" else fitting
         workload = select(workload, max_length)
         return workload if num_requests is None else taken(workload, num_requests)

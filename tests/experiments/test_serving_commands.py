@@ -276,6 +276,31 @@ def test_more_requests_than_a_trace_holds_are_an_error(kvlab, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+SERVE = ("serve_trace", "--model=random:tiny-gqa", "--placement=paged", "--length_scale=1")
+SERVE += ("--rate_scale=100", "--max_length=64", "--kv_mib=1", "--num_requests=2")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("memory_waste", "--allocator=max"),
+        SERVE,
+        ("sharing", "--model=random:tiny-gqa", "--method=parallel", "--count=2", "--num_prompts=2"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_trace_that_changes_between_run_and_resume_is_noticed(command, kvlab, tmp_path):
+    trace = azure(tmp_path / "a.csv", [(0, 30, 5), (1, 40, 6)])
+    run = (*command, f"--workload=azure:{trace}", f"--out={tmp_path}/run")
+    assert kvlab(*run).status == 0
+    before = (tmp_path / "run" / "results.jsonl").read_text()
+    azure(trace, [(0, 30, 5), (1, 41, 6)])
+    shown = kvlab(*run)
+    assert shown.status == 1
+    assert "holds another experiment (trace_sha256 is" in shown.error
+    assert (tmp_path / "run" / "results.jsonl").read_text() == before
+
+
 def test_serve_trace_serves_a_drawn_mix_with_its_numbers(kvlab, tmp_path):
     shown = kvlab(
         *("serve_trace", "--model=random:tiny-gqa", "--workload=uniform:5-9/5-9", "--kv_mib=1"),

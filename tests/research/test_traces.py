@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from kvlab.research.traces import first_turns, read_azure, read_mooncake, read_sharegpt
+from kvlab.research.traces import file_sha256, first_turns, read_azure, read_mooncake, read_sharegpt
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 SHAREGPT_HEADER = "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio"
@@ -114,6 +114,16 @@ def columns(workload):
 def means(workload):
     lengths = [(one.prompt_tokens, one.output_tokens) for one in workload.arrivals]
     return np.mean(lengths, axis=0).round(1).tolist()
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_file_that_is_pinned_must_not_change(kind, written):
+    path = written(*GOOD[kind])
+    pinned = file_sha256(path)
+    assert READERS[kind](path, sha256=pinned) == READERS[kind](path)
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(ValueError, match=f"has changed: its sha256 was {pinned[:12]}"):
+        READERS[kind](path, sha256=pinned)
 
 
 class TestSmallFiles:
