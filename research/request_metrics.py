@@ -143,11 +143,37 @@ def serving_metrics(
     began = min(one.arrival_s for one in times.values())
     bursts = [one for each in times.values() for of_one in each.bursts for one in of_one]
     last = max(burst.last_s for burst in bursts)
+    metrics |= metrics_of_figures(ended, len(times), last - began, targets)
+    gaps, counts = inter_token_gaps(times.values())
+    if gaps.size:
+        for percent in (50, 99):
+            metrics[f"itl_p{percent}_s"] = weighted_percentile(gaps, counts, percent)
+    # From the first arrival to the last, or while all that came at once was served.
+    last_arrival = max(one.arrival_s for one in times.values())
+    return metrics | usage_metrics(history, began, last_arrival if last_arrival > began else last)
+
+
+def metrics_of_figures(
+    ended: Sequence[RequestFigures],
+    requests: int,
+    duration_s: float,
+    targets: Targets | None = None,
+) -> dict[str, float]:
+    """What of `serving_metrics` the figures of the requests alone tell.
+
+    Args:
+      ended: at least one.
+      requests: that were taken in, ended or not.
+      duration_s: from the first arrival to the last token.
+      targets: for goodput.
+    """
     tokens = sum(figures.output_tokens for figures in ended)
-    metrics["output_tokens"] = tokens
-    metrics["duration_s"] = last - began
-    metrics["output_tokens_per_s"] = tokens / (last - began)
-    metrics["requests_per_s"] = len(ended) / (last - began)
+    metrics: dict[str, float] = {
+        "output_tokens": tokens,
+        "duration_s": duration_s,
+        "output_tokens_per_s": tokens / duration_s,
+        "requests_per_s": len(ended) / duration_s,
+    }
     columns = {
         "queue": [figures.queue_s for figures in ended],
         "ttft": [figures.ttft_s for figures in ended],
@@ -159,17 +185,11 @@ def serving_metrics(
         if values:
             metrics[f"{name}_p50_s"], metrics[f"{name}_p99_s"] = np.percentile(values, (50, 99))
             metrics[f"{name}_mean_s"] = float(np.mean(values))
-    gaps, counts = inter_token_gaps(times.values())
-    if gaps.size:
-        for percent in (50, 99):
-            metrics[f"itl_p{percent}_s"] = weighted_percentile(gaps, counts, percent)
     if targets is not None:
         good = sum(map(targets.met_by, ended))
-        metrics["goodput_requests_per_s"] = good / (last - began)
-        metrics["goodput_share"] = good / len(times)
-    # From the first arrival to the last, or while all that came at once was served.
-    last_arrival = max(one.arrival_s for one in times.values())
-    return metrics | usage_metrics(history, began, last_arrival if last_arrival > began else last)
+        metrics["goodput_requests_per_s"] = good / duration_s
+        metrics["goodput_share"] = good / requests
+    return metrics
 
 
 def usage_metrics(history: Sequence[Usage], began: float, ended: float) -> dict[str, float]:

@@ -1,14 +1,19 @@
 """What a report shows of served traces: totals by variant, and the cache and requests over time."""
 
-from collections.abc import Callable, Sequence
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from kvlab.research.left_out import left_out_of_workload, refused_by_pool
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
-from kvlab.research.presentation import Picture, Presentation, shared_settings
+from kvlab.research.presentation import Picture, Presentation, shared_settings, told_apart
 from kvlab.research.rows import Row
 from kvlab.research.tables import Table, mebibytes, milliseconds, percent, significant, whole
 
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "requests_ended": ("requests", whole),
+    "parts": ("in parts", whole),
     "slots": ("slots", whole),
     "kv_bytes_allocated": ("KV MiB", mebibytes),
     "running_mean": ("at once, mean", significant),
@@ -29,12 +34,13 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 _BRIEF = frozenset(
     {
-        *("requests_ended", "slots", "running_mean", "running_max", "output_tokens_per_s"),
+        *("requests_ended", "parts", "slots", "running_mean", "running_max", "output_tokens_per_s"),
         *("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "preemptions", "answers_equal"),
         "answers_checked",
     }
 )
 _TERMS = {
+    "in parts": "the run was stopped and went on: so many parts served the requests between them.",
     "at once": "requests that have a slot and memory, averaged over the time of arrivals.",
     "TTFT": "time to first token: from a request's arrival to its first token, waiting included.",
     "TPOT": "time per output token: of the tokens after a request's first one.",
@@ -54,11 +60,48 @@ _READING = (
 )
 
 
-def _name(row: Row) -> str:
+_PLACEMENT = ("placement", "page_size", "window")
+_RATIOS = {
+    "running_mean": "the requests at once",
+    "output_tokens_per_s": "the tokens a second",
+    "ttft_p50_s": "the median time to first token",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Served:
+    """A finished variant.
+
+    Attributes:
+      name: no other variant has it.
+      row: of the variant.
+      answered: numbers of the requests that it answered.
+    """
+
+    name: str
+    row: Row
+    answered: frozenset[int]
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self.row["metrics"]
+
+
+def _short_name(row: Row) -> str:
     config = row["config"]
     names = [str(config["placement"]), str(config.get("page_size", ""))]
     names += [str(config[axis]) for axis in ("storage", "retention")]
     return " ".join(name for name in names if name not in ("", "float32", "all"))
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """The name of each row's variant, which that of another variant never is."""
+    configs = [{**_variant(row), "seed": row["seed"]} for row in rows]
+    return told_apart([_short_name(row) for row in rows], configs)
+
+
+def _variant(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in row["config"].items() if name != "request"}
 
 
 def present_serve_trace(rows: Sequence[Row]) -> Presentation:
@@ -67,18 +110,25 @@ def present_serve_trace(rows: Sequence[Row]) -> Presentation:
     Args:
       rows: of variants, and of requests.
     """
-    totals = [row for row in rows if "request" not in row["config"]]
-    done = [row for row in totals if row["status"] == "ok"]
-    configs = [row["config"] for row in totals]
-    labels = [
-        _name(row) + (f", request {row['config']['request']}" if "request" in row["config"] else "")
-        for row in rows
+    names = _names(rows)
+    answered: dict[str, set[int]] = collections.defaultdict(set)
+    labels = []
+    for name, row in zip(names, rows, strict=True):
+        number = row["config"].get("request")
+        labels.append(name if number is None else f"{name}, request {number}")
+        if number is not None and row["status"] == "ok":
+            answered[name].add(number)
+    done = [
+        _Served(name, row, frozenset(answered[name]))
+        for name, row in zip(names, rows, strict=True)
+        if "request" not in row["config"] and row["status"] == "ok"
     ]
-    tables, brief = (_table(done, names) for names in (tuple(_COLUMNS), tuple(_BRIEF)))
+    configs = [row["config"] for row in rows if "request" not in row["config"]]
+    tables, brief = (_table(done, shown) for shown in (tuple(_COLUMNS), tuple(_BRIEF)))
     return Presentation(
         reading=_READING,
         terms=_TERMS,
-        findings=_findings(done),
+        findings=[*_findings(done), *_left_out(done)],
         tables=tables,
         brief_tables=brief,
         pictures=_pictures(done),
@@ -87,57 +137,115 @@ def present_serve_trace(rows: Sequence[Row]) -> Presentation:
     )
 
 
-def _table(rows: Sequence[Row], names: Sequence[str]) -> list[Table]:
-    if not rows:
+def _table(variants: Sequence[_Served], names: Sequence[str]) -> list[Table]:
+    if not variants:
         return []
-    shown = [name for name in _COLUMNS if name in names and any(name in r["metrics"] for r in rows)]
+    known = {name for one in variants for name in one.metrics}
+    shown = [name for name in _COLUMNS if name in names and name in known]
     cells = []
-    for row in rows:
-        known = {name: row["metrics"][name] for name in shown if name in row["metrics"]}
-        values = {_COLUMNS[name][0]: _COLUMNS[name][1](value) for name, value in known.items()}
-        cells.append({"cache": _name(row), **values})
+    for one in variants:
+        values = {
+            _COLUMNS[name][0]: _COLUMNS[name][1](one.metrics[name])
+            for name in shown
+            if name in one.metrics
+        }
+        cells.append({"cache": one.name, **values})
     headings = tuple(_COLUMNS[name][0] for name in shown)
     return [Table("By cache", ("cache", *headings), tuple(cells))]
 
 
-def _findings(rows: Sequence[Row]) -> list[str]:
+def _findings(variants: Sequence[_Served]) -> list[str]:
     found = []
-    by_name = {_name(row): row["metrics"] for row in rows}
-    base = by_name.get("contiguous")
-    for name, metrics in by_name.items():
+    for one in variants:
+        metrics = one.metrics
         if "answers_checked" in metrics:
             equal, checked = metrics["answers_equal"], metrics["answers_checked"]
             found.append(
-                f"{name}: {equal:.0f} of {checked:.0f} answers are those of the request served "
+                f"{one.name}: {equal:.0f} of {checked:.0f} answers are those of the request served "
                 "alone, token for token."
             )
-        if base is None or metrics is base or not metrics.get("requests_ended"):
-            continue
-        words = {
-            "running_mean": "the requests at once",
-            "output_tokens_per_s": "the tokens a second",
-            "ttft_p50_s": "the median time to first token",
-        }
-        ratios = [
-            f"x{metrics[metric] / base[metric]:.2f} {what}"
-            for metric, what in words.items()
-            if metric in metrics and base.get(metric)
-        ]
-        if ratios:
-            found.append(f"On the same memory {name} has, of contiguous, {', '.join(ratios)}.")
+        found += _interrupted(one)
+        found += _compared(one, variants)
     return found
 
 
-def _pictures(rows: Sequence[Row]) -> list[Picture]:
+def _interrupted(one: _Served) -> list[str]:
+    """What a run that was stopped cannot tell of a variant."""
+    if "parts" in one.metrics:
+        return [
+            f"{one.name} was served in {one.metrics['parts']:.0f} parts, since the run was "
+            "stopped: the times of a cold start amid a trace are not those of one run, so latency, "
+            "tokens a second and requests at once are left out and it is not compared. A new --out "
+            "measures them."
+        ]
+    if one.metrics.get("requests_of_earlier_run"):
+        return [
+            f"{one.name}: the run was stopped when all was served, and the figures are those that "
+            "the rows of its requests keep; memory and requests over time were lost. A new --out "
+            "measures them."
+        ]
+    return []
+
+
+def _compared(one: _Served, variants: Sequence[_Served]) -> list[str]:
+    """One variant beside the contiguous one of its run, where both served the same in one go."""
+    own = {name: value for name, value in _variant(one.row).items() if name not in _PLACEMENT}
+    base = next(
+        (
+            other
+            for other in variants
+            if other.row["config"]["placement"] == "contiguous"
+            and _short_name(other.row) == "contiguous"
+            and other.row["seed"] == one.row["seed"]
+            and all(
+                own.get(name) == value
+                for name, value in _variant(other.row).items()
+                if name not in (*_PLACEMENT, "storage", "retention")
+            )
+        ),
+        None,
+    )
+    if base is None or base is one or not one.answered:
+        return []
+    if "parts" in one.metrics or "parts" in base.metrics:
+        return []
+    if one.answered != base.answered:
+        return [
+            f"{one.name} answered {len(one.answered)} requests and {base.name} "
+            f"{len(base.answered)}: they are not compared, for they did not serve the same."
+        ]
+    ratios = [
+        f"x{one.metrics[metric] / base.metrics[metric]:.2f} {what}"
+        for metric, what in _RATIOS.items()
+        if metric in one.metrics and base.metrics.get(metric)
+    ]
+    if not ratios:
+        return []
+    return [f"On the same memory {one.name} has, of {base.name}, {', '.join(ratios)}."]
+
+
+def _left_out(variants: Sequence[_Served]) -> list[str]:
+    """Requests that were asked for and not served."""
+    found: list[str] = []
+    for one in variants:
+        config = one.row["config"]
+        said = left_out_of_workload(one.metrics, config["max_length"])
+        found += [f"{config['workload']}: {said}."] if said else []
+        said = refused_by_pool(one.metrics, "give more --kv_mib")
+        found += [f"{one.name}: {said}."] if said else []
+    return list(dict.fromkeys(found))
+
+
+def _pictures(variants: Sequence[_Served]) -> list[Picture]:
     panels = []
     for series, title, label in (
         ("kv_filled", "Memory that holds tokens", "share of all token slots"),
         ("running", "Requests at once", "requests"),
     ):
         lines = tuple(
-            Line(_name(row), index, tuple((x, y) for x, y in points))
-            for index, row in enumerate(rows)
-            if (points := row.get("series", {}).get(series))
+            Line(one.name, index, tuple((x, y) for x, y in points))
+            for index, one in enumerate(variants)
+            if (points := one.row.get("series", {}).get(series))
         )
         if lines:
             axes = title, "seconds since the first arrival", label

@@ -7,29 +7,23 @@ is a row of its own at once, so that an interrupted run loses none of them.
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from kvlab.models.load import Model
 from kvlab.ops.specs import CacheSpec, Paged
 from kvlab.research.arrivals import Workload, fitting, poisson, prompt_ids, scaled, taken
-from kvlab.research.engine import Engine, EngineOptions
-from kvlab.research.executor import ModelExecutor
 from kvlab.research.experiment import Variant
 from kvlab.research.inference_config import InferenceConfig
 from kvlab.research.progress import Progress, progress
-from kvlab.research.request_metrics import Targets, request_figures, serving_metrics
-from kvlab.research.requests import Outcome, Request
+from kvlab.research.request_metrics import Targets
+from kvlab.research.requests import Request
 from kvlab.research.results import RunFolder
-from kvlab.research.rows import Row, make_row, timestamp
-from kvlab.research.sequences import prefix_obstacle
-from kvlab.research.serving import serve
+from kvlab.research.rows import Row, RunFolderError, make_row, timestamp
+from kvlab.research.served_variant import ServedVariant
 from kvlab.research.workloads import is_trace, load_workload
-
-Answer = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +92,8 @@ class ServeStudy:
             for cache in self.caches
         ]
 
-    def requests(self, vocab_size: int) -> list[Request]:
-        """The requests, with prompts drawn from the seed.
-
-        Raises:
-          ValueError: no request fits `max_length`.
-        """
-        workload = self.workload_in_time()
+    def requests(self, vocab_size: int, workload: Workload) -> list[Request]:
+        """The requests of `workload_in_time`, with prompts drawn from the seed."""
         return [
             Request(
                 str(one.number),
@@ -183,178 +172,84 @@ def run_serve_study(study: ServeStudy, model: Model, folder: RunFolder) -> list[
 
     Returns:
       The newest row of each request and each variant.
+
+    Raises:
+      RunFolderError: a row cannot be written.
     """
-    requests = study.requests(model.config.vocab_size)
+    workload = study.workload_in_time()
+    requests = study.requests(model.config.vocab_size, workload)
     points = list(zip(study.points(), study.caches, strict=True))
     with progress(len(points) * len(requests), "serve_trace", unit="requests") as report:
         for settings, cache in points:
-            if folder.finished(settings, study.seed) is not None:
+            known = folder.finished(settings, study.seed)
+            if known is not None:
                 report.advance(str(cache.placement), len(requests))
-                continue
-            started, began = timestamp(), time.perf_counter()
-            metrics: dict[str, float] = {}
-            series: dict[str, list[tuple[float, float]]] = {}
-            error = None
-            try:
-                point = _Point(study, model, cache, settings, folder, report)
-                metrics, series = point.serve(requests)
-            except Exception as exception:
-                error = f"{type(exception).__name__}: {exception}"
-                report.say(f"failed: {cache.placement}: {error}")
-            folder.append(
-                make_row(
-                    "serve_trace",
-                    settings,
-                    study.seed,
-                    metrics=metrics,
-                    started=started,
-                    wall_s=time.perf_counter() - began,
-                    error=error,
-                    series=series,
-                )
-            )
+                if _is_checked(known, study.check):
+                    continue
+            _run_variant(study, model, cache, settings, folder, report, workload, requests, known)
             gc.collect()
     return folder.rows
 
 
-class _Point:
-    """One variant at work."""
+def _is_checked(row: Row, check: int) -> bool:
+    """Whether a variant's row has what was asked for beside its figures."""
+    metrics = row["metrics"]
+    return not check or "answers_checked" in metrics or not metrics.get("requests_ended")
 
-    def __init__(
-        self,
-        study: ServeStudy,
-        model: Model,
-        cache: CacheSpec,
-        settings: Mapping[str, Any],
-        folder: RunFolder,
-        report: Progress,
-    ) -> None:
-        self._study, self._model, self._settings = study, model, settings
-        self._folder, self._report = folder, report
-        self._config = budgeted_config(study, model, cache)
-        shares = study.reuse_prefixes and prefix_obstacle(self._config) is None
-        self._options = EngineOptions(reuse_prefixes=shares)
-        self._compiled = 0  # programs, before the first request
 
-    def serve(
-        self, requests: Sequence[Request]
-    ) -> tuple[dict[str, float], dict[str, list[tuple[float, float]]]]:
-        """Serves what has no row yet; metrics of all, and series of pages and requests."""
-        left = [one for one in requests if self._finished(one) is None]
-        self._report.advance(amount=len(requests) - len(left))
-        self._warm_up()
-        engine = self._engine()
-        answers = dict(self._answers(engine, left))
-        metrics = serving_metrics(
-            engine.times,
-            engine.history,
-            Targets(self._study.ttft_target_s, self._study.tpot_target_s),
-        )
-        metrics["skipped_rows"] = self._study.workload_in_time().skipped_rows
-        metrics["requests_refused"] = len(left) - len(engine.times)
-        metrics["requests_of_earlier_run"] = len(requests) - len(left)
-        metrics |= self._state(engine)
-        metrics |= self._check(requests, answers)
-        began = min((times.arrival_s for times in engine.times.values()), default=0.0)
-        history = engine.history[:: max(1, len(engine.history) // 400)]
-        series = {
-            "kv_filled": [(use.time_s - began, use.filled / use.total) for use in history],
-            "kv_taken": [(use.time_s - began, 1 - use.free / use.total) for use in history],
-            "running": [(use.time_s - began, float(use.running)) for use in history],
-        }
-        return metrics, series
+def _run_variant(
+    study: ServeStudy,
+    model: Model,
+    cache: CacheSpec,
+    settings: Mapping[str, Any],
+    folder: RunFolder,
+    report: Progress,
+    workload: Workload,
+    requests: Sequence[Request],
+    known: Row | None,
+) -> None:
+    """Serves and checks one variant; `known` is its row where only the check is missing."""
+    started, began = timestamp(), time.perf_counter()
+    metrics: dict[str, float] = {}
+    series: Mapping[str, Sequence[Sequence[float]]] = {}
 
-    def _engine(self) -> Engine:
-        return Engine(ModelExecutor(self._model.params, self._config), self._options)
-
-    def _warm_up(self) -> None:
-        """Compiles everything, in a cache that is thrown away."""
-        executor = ModelExecutor(self._model.params, self._config)
-        executor.warm_up()
-        engine = Engine(executor, self._options)
-        prompt = np.zeros(min(self._config.max_length - 2, 3 * executor.page_size), np.int32)
-        for number in range(2):
-            for _ in serve(engine, [Request(str(number), prompt, 2)]):
-                pass
-        self._compiled = executor.calls.compile_count
-
-    def _answers(self, engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[str, Answer]]:
-        """Serves requests; each one's row is written when it ends."""
-        by_id = {one.id: one for one in requests}
-        tokens: dict[str, list[int]] = {name: [] for name in by_id}
-        refused: dict[str, str] = {}
-        for part in serve(engine, requests, refused):
-            tokens[part.request_id] += part.tokens
-            if part.outcome is not None:
-                answer = tuple(tokens[part.request_id])
-                self._write(by_id[part.request_id], engine, answer, part.outcome)
-                yield part.request_id, answer
-        for name, reason in refused.items():
-            self._append(by_id[name], {}, error=f"refused: {reason}")
-
-    def _write(self, one: Request, engine: Engine, answer: Answer, outcome: Outcome) -> None:
-        figures = request_figures(engine.times[one.id])
-        metrics: dict[str, float] = {"prompt_tokens": len(one.prompt)}
-        if figures is not None:
-            values = dataclasses.asdict(figures)
-            metrics |= {name: value for name, value in values.items() if value is not None}
-        error = None if outcome in ("length", "stop") else f"ended: {outcome}"
-        self._append(one, metrics, error=error, answer=answer)
-
-    def _append(
-        self,
-        one: Request,
-        metrics: Mapping[str, float],
-        error: str | None = None,
-        answer: Answer = (),
-    ) -> None:
+    def write(error: str | None = None) -> None:
+        spent = time.perf_counter() - began + (0.0 if known is None else known["wall_s"])
         row = make_row(
             "serve_trace",
-            self._request_settings(one),
-            self._study.seed,
+            settings,
+            study.seed,
             metrics=metrics,
-            started=timestamp(),
-            wall_s=metrics.get("e2e_s", 0.0),
+            started=started if known is None else known["started"],
+            wall_s=spent,
             error=error,
-            series={"answer": list(enumerate(answer))} if answer else None,
+            series=series,
         )
-        self._folder.append(row)
-        self._report.advance(f"request {one.id}")
+        folder.append(row)
 
-    def _request_settings(self, one: Request) -> dict[str, Any]:
-        return {**self._settings, "request": int(one.id)}
-
-    def _finished(self, one: Request) -> Row | None:
-        return self._folder.finished(self._request_settings(one), self._study.seed)
-
-    def _state(self, engine: Engine) -> dict[str, float]:
-        """What is left at the end, and what the cache and the prefixes were."""
-        executor = engine.executor
-        assert isinstance(executor, ModelExecutor)
-        calls, index = executor.calls, engine.index
-        known = 0 if index is None else index.num_idle
-        pool, free = executor.pool_pages(), executor.free_pages()
-        metrics: dict[str, float] = {
-            "slots": self._config.slots,
-            "kv_bytes_allocated": calls.cache.nbytes(),
-            "compile_count": self._compiled + calls.compile_count,
-            "tokens_left": int(calls.lengths.sum()),
-        }
-        if pool.size:
-            metrics |= {"num_pages": int(pool[0]), "pages_left": int(np.sum(pool - free)) - known}
-        if index is not None and index.asked_blocks:
-            metrics["prefix_hit_rate"] = index.hit_blocks / index.asked_blocks
-        return metrics
-
-    def _check(
-        self, requests: Sequence[Request], answers: Mapping[str, Answer]
-    ) -> dict[str, float]:
-        """Generates answers again, each request alone in a cold engine, and compares tokens."""
-        chosen = [one for one in requests if one.id in answers][: self._study.check]
-        equal = 0
-        for one in chosen:
-            alone: list[int] = []
-            for part in serve(self._engine(), [dataclasses.replace(one, arrival_s=0.0)]):
-                alone += part.tokens
-            equal += tuple(alone) == answers[one.id]
-        return {"answers_checked": len(chosen), "answers_equal": equal} if chosen else {}
+    try:
+        config = budgeted_config(study, model, cache)
+        variant = ServedVariant(
+            config,
+            model,
+            settings,
+            folder,
+            report,
+            seed=study.seed,
+            targets=Targets(study.ttft_target_s, study.tpot_target_s),
+            reuse_prefixes=study.reuse_prefixes,
+        )
+        if known is None:
+            metrics, series = variant.serve(requests, workload)
+            if study.check:
+                write()  # figures are safe before the checks, which may take longer than serving
+        else:
+            metrics, series = dict(known["metrics"]), known.get("series", {})
+        metrics |= variant.check(requests, study.check)
+        write()
+    except RunFolderError:
+        raise
+    except Exception as exception:
+        error = f"{type(exception).__name__}: {exception}"
+        report.say(f"failed: {cache.placement}: {error}")
+        write(error)

@@ -301,6 +301,90 @@ def test_a_trace_that_changes_between_run_and_resume_is_noticed(command, kvlab, 
     assert (tmp_path / "run" / "results.jsonl").read_text() == before
 
 
+def totals_of(folder):
+    rows = read_rows(folder)
+    return {r["config"]["placement"]: r for r in rows if "request" not in r["config"]}
+
+
+def keep_rows(folder, wanted):
+    """Cuts a run folder back to some rows, as a run that was stopped leaves it."""
+    results = folder / "results.jsonl"
+    lines = [line for line in results.read_text().splitlines() if wanted(json.loads(line))]
+    results.write_text("".join(f"{line}\n" for line in lines))
+
+
+CHECKED = ("serve_trace", *TINY, "--kv_mib=1", "--max_length=128", "--slots=4", "--check=20")
+TIMED = ("ttft_p50_s", "tpot_p50_s", "e2e_p99_s", "output_tokens_per_s", "goodput_share")
+
+
+def test_a_run_stopped_before_its_checks_checks_all_and_keeps_its_figures(kvlab, tmp_path):
+    command = (*CHECKED, f"--out={tmp_path}/run")
+    assert kvlab(*command).status == 0
+    before = totals_of(tmp_path / "run")
+    # The figures are on the disk before the first check.
+    keep_rows(tmp_path / "run", lambda row: "answers_checked" not in row["metrics"])
+    for total in totals_of(tmp_path / "run").values():
+        assert {*TIMED, "running_mean", "kv_filled"} <= total["metrics"].keys()
+    again = kvlab(*command)
+    assert again.status == 0, again.err
+    after = totals_of(tmp_path / "run")
+    for name, total in after.items():
+        assert total["metrics"] == before[name]["metrics"]
+        assert total["metrics"]["answers_equal"] == total["metrics"]["answers_checked"] == 12
+    # Where they were lost, the rows of the requests have what they can tell.
+    keep_rows(tmp_path / "run", lambda row: "request" in row["config"])
+    again = kvlab(*command)
+    assert again.status == 0, again.err
+    for name, total in totals_of(tmp_path / "run").items():
+        metrics = total["metrics"]
+        assert metrics["answers_equal"] == metrics["answers_checked"] == 12
+        assert metrics["requests_ended"] == metrics["requests_of_earlier_run"] == 12
+        for figure in TIMED:
+            assert metrics[figure] == pytest.approx(before[name]["metrics"][figure])
+        assert not {"running_mean", "kv_filled", "itl_p99_s", "parts"} & metrics.keys()
+    assert "memory and requests over time were lost" in again.out
+    assert "12 of 12 answers" in again.out
+
+
+def test_a_variant_served_in_parts_says_so_and_has_no_times(kvlab, tmp_path):
+    command = (*CHECKED, f"--out={tmp_path}/run")
+    assert kvlab(*command).status == 0
+    whole = totals_of(tmp_path / "run")["paged"]["metrics"]
+    keep_rows(
+        tmp_path / "run",
+        lambda row: (
+            row["config"]["placement"] == "contiguous" or row["config"].get("request") in (0, 5)
+        ),
+    )
+    again = kvlab(*command)
+    assert again.status == 0, again.err
+    totals = totals_of(tmp_path / "run")
+    assert "parts" not in totals["contiguous"]["metrics"]
+    metrics = totals["paged"]["metrics"]
+    assert (metrics["parts"], metrics["requests_of_earlier_run"]) == (2, 2)
+    for count in ("requests", "requests_ended", "output_tokens", "answers_checked"):
+        assert metrics[count] == whole[count]
+    assert metrics["answers_equal"] == 12
+    assert not [name for name in metrics if name.endswith("_s") or name.startswith("running")]
+    assert "in parts" in again.out
+    assert "paged 16 was served in 2 parts" in again.out
+    assert "A new --out measures them" in again.out
+    assert "On the same memory" not in again.out
+    assert not totals["paged"].get("series")
+
+
+def test_a_pool_that_is_smaller_than_the_warm_up_serves_what_fits_it(kvlab, tmp_path):
+    shown = kvlab(
+        *("serve_trace", "--model=random:tiny-gqa", "--workload=uniform:5-9/3-5", "--rate=50"),
+        *("--num_requests=4", "--length_scale=1", "--placement=paged", "--max_length=64"),
+        *("--kv_mib=0.01", f"--out={tmp_path}/run"),
+    )
+    assert shown.status == 0, shown.err
+    metrics = totals_of(tmp_path / "run")["paged"]["metrics"]
+    assert metrics["num_pages"] < 4
+    assert metrics["requests_ended"] == 4
+
+
 def test_serve_trace_serves_a_drawn_mix_with_its_numbers(kvlab, tmp_path):
     shown = kvlab(
         *("serve_trace", "--model=random:tiny-gqa", "--workload=uniform:5-9/5-9", "--kv_mib=1"),
