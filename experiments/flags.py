@@ -52,8 +52,8 @@ def text(written: str) -> str:
     return written
 
 
-def whole(minimum: int = 0) -> Callable[[str], int]:
-    """Makes a parser of whole numbers from `minimum` on."""
+def whole(minimum: int = 0, maximum: int | None = None) -> Callable[[str], int]:
+    """Makes a parser of whole numbers from `minimum` on, to `maximum` where there is one."""
 
     def parse(written: str) -> int:
         try:
@@ -62,6 +62,8 @@ def whole(minimum: int = 0) -> Callable[[str], int]:
             value = minimum - 1
         if value < minimum:
             raise ValueError(f"a whole number, {minimum} or more, is wanted")
+        if maximum is not None and value > maximum:
+            raise ValueError(f"a whole number, {maximum:,} or less, is wanted")
         return value
 
     return parse
@@ -73,6 +75,20 @@ def number(written: str) -> float:
         return float(written)
     except ValueError:
         raise ValueError("a number is wanted") from None
+
+
+def positive(maximum: float) -> Callable[[str], float]:
+    """Makes a parser of decimal numbers above 0, to `maximum`; as far below 1 as it is above."""
+
+    def parse(written: str) -> float:
+        value = number(written)
+        if not value > 0:
+            raise ValueError("a number above 0 is wanted")
+        if not 1 / maximum <= value <= maximum:
+            raise ValueError(f"a number from {1 / maximum:g} to {maximum:,.0f} is wanted")
+        return value
+
+    return parse
 
 
 def choice(*legal: str) -> Callable[[str], str]:

@@ -11,20 +11,17 @@ was stopped goes on with the others when the same command runs again.
 """
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvlab.experiments.flags import CACHE_AXES, MANY, Flag, command_flags, number, text, whole
+from kvlab.experiments.flags import CACHE_AXES, MANY, Flag, command_flags, positive, text, whole
 from kvlab.experiments.main import execute
 from kvlab.experiments.run_folder import run_in_folder
-from kvlab.experiments.simulated import WORKLOAD_HELP
+from kvlab.experiments.simulated import MOST_REQUESTS, WORKLOAD_HELP
 
+if TYPE_CHECKING:
+    from kvlab.research.serve_study import ServeStudy
 
-def _positive(written: str) -> float:
-    value = number(written)
-    if not 0 < value < float("inf"):
-        raise ValueError("a number above 0 is wanted")
-    return value
-
+_REQUESTS, _CHUNK, _ROWS, _DECODE_STEPS = 64, 64, 2, 8  # where a trace and sequences allow it
 
 FLAGS = command_flags(
     "model",
@@ -32,19 +29,25 @@ FLAGS = command_flags(
     axes=MANY,
     out="the run folder; runs/NAME-HASH if not given",
     workload=Flag(text, "NAME", WORKLOAD_HELP, "sharegpt-like"),
-    num_requests=Flag(whole(1), "N", "requests to serve", 64),
-    length_scale=Flag(_positive, "X", "factor of all lengths, for small models", 0.125),
-    rate_scale=Flag(_positive, "X", "factor of a trace's arrival rate", 1.0),
-    rate=Flag(_positive, "X", "requests a second, drawn anew; 2 where a workload has no times"),
-    kv_mib=Flag(_positive, "X", "memory for keys and values, MiB", 96.0),
-    slots=Flag(whole(1), "N", "most sequences at once", 16),
+    num_requests=Flag(
+        whole(1, MOST_REQUESTS), "N", "requests to serve; 64, or all of a trace that has fewer"
+    ),
+    length_scale=Flag(positive(1e6), "X", "factor of all lengths, for small models", 0.125),
+    rate_scale=Flag(positive(1e9), "X", "factor of a trace's arrival rate", 1.0),
+    rate=Flag(positive(1e6), "X", "requests a second, drawn anew; 2 where a workload has no times"),
+    kv_mib=Flag(positive(1e9), "X", "memory for keys and values, MiB", 96.0),
+    slots=Flag(whole(1, 65_536), "N", "most sequences at once", 16),
     max_length=Flag(whole(2), "N", "longest sequence; longer requests are left out", 512),
-    rows=Flag(whole(1), "N", "rows of one prefill call", 2),
-    chunk=Flag(whole(1), "N", "tokens of such a row", 64),
-    decode_steps=Flag(whole(1), "N", "most tokens of a sequence in one decode call", 8),
+    rows=Flag(whole(1), "N", "rows of one prefill call; 2, or all that can be filled"),
+    chunk=Flag(whole(1), "N", "tokens of such a row; 64, or max_length if that is less"),
+    decode_steps=Flag(
+        whole(1), "N", "most tokens of a sequence in one decode call; 8, or max_length if less"
+    ),
     reuse_prefixes=Flag(bool, "", "start on pages that hold a prompt's first tokens", True),
-    ttft_target_ms=Flag(_positive, "X", "a request within both targets counts as goodput", 2000.0),
-    tpot_target_ms=Flag(_positive, "X", "the target for the time per output token", 200.0),
+    ttft_target_ms=Flag(
+        positive(1e9), "X", "a request within both targets counts as goodput", 2000.0
+    ),
+    tpot_target_ms=Flag(positive(1e9), "X", "the target for the time per output token", 200.0),
     skip_bad_rows=Flag(bool, "", "leave malformed rows of a trace out, and count them", False),
     check=Flag(whole(), "N", "answers to generate again alone and compare", 0),
 )
@@ -54,39 +57,14 @@ def main(argv: list[str]) -> int:
     """Serves the trace, prints the table and where the report is."""
     del argv
     from kvlab.models.load import load_model
-    from kvlab.research.cache_axes import cache_specs
-    from kvlab.research.serve_study import ServeStudy, run_serve_study
-    from kvlab.research.workloads import trace_sha256
+    from kvlab.research.serve_study import check_variants, run_serve_study, time_to_serve
 
-    axes: dict[str, Any] = {name: FLAGS[name].value for name in CACHE_AXES if FLAGS[name].present}
-    caches = cache_specs({"placement": ("contiguous", "paged"), **axes})
-    if FLAGS.attention or FLAGS.implementation:
-        raise ValueError("serve_trace runs the model's own attention; leave --attention out")
-    timeless = not FLAGS.workload.startswith(("azure:", "mooncake:"))
-    study = ServeStudy(
-        model=FLAGS.model,
-        workload=FLAGS.workload,
-        caches=tuple(caches),
-        num_requests=FLAGS.num_requests,
-        length_scale=FLAGS.length_scale,
-        rate_scale=FLAGS.rate_scale,
-        rate=FLAGS.rate or (2.0 if timeless else None),
-        kv_mib=FLAGS.kv_mib,
-        slots=FLAGS.slots,
-        max_length=FLAGS.max_length,
-        rows=FLAGS.rows,
-        chunk=FLAGS.chunk,
-        decode_steps=FLAGS.decode_steps,
-        reuse_prefixes=FLAGS.reuse_prefixes,
-        ttft_target_s=FLAGS.ttft_target_ms / 1e3,
-        tpot_target_s=FLAGS.tpot_target_ms / 1e3,
-        skip_bad_rows=FLAGS.skip_bad_rows,
-        check=FLAGS.check,
-        seed=FLAGS.seed,
-        trace_sha256=trace_sha256(FLAGS.workload),
-    )
-    study.workload_in_time()  # before the model is loaded and anything is written
+    study = _study()
+    said = time_to_serve(study.workload_in_time())
     model = load_model(study.model)
+    check_variants(study, model)  # and all the above before anything is written
+    if said:
+        print(f"serve_trace: {said}", file=sys.stderr)
     return run_in_folder(
         lambda folder: run_serve_study(study, model, folder),
         command="serve_trace",
@@ -94,6 +72,49 @@ def main(argv: list[str]) -> int:
         seed=study.seed,
         question="How do caches serve the same requests on the same memory?",
         out=FLAGS.out,
+    )
+
+
+def _study() -> "ServeStudy":
+    """The study that the flags describe."""
+    from kvlab.research.cache_axes import cache_specs
+    from kvlab.research.serve_study import ServeStudy
+    from kvlab.research.workloads import is_trace, trace_sha256
+
+    axes: dict[str, Any] = {name: FLAGS[name].value for name in CACHE_AXES if FLAGS[name].present}
+    caches = cache_specs({"placement": ("contiguous", "paged"), **axes})
+    if FLAGS.attention or FLAGS.implementation:
+        raise ValueError("serve_trace runs the model's own attention; leave --attention out")
+    timeless = not FLAGS.workload.startswith(("azure:", "mooncake:"))
+    rate = FLAGS.rate or (2.0 if timeless else None)
+    if FLAGS["rate_scale"].present and rate is not None:
+        raise ValueError(
+            "--rate_scale is given, but arrivals are drawn anew and do not use it; give --rate "
+            "alone, or a trace with times (azure:FILE, mooncake:FILE) without --rate"
+        )
+    longest = FLAGS.max_length
+    chunk = FLAGS.chunk or min(_CHUNK, longest)
+    return ServeStudy(
+        model=FLAGS.model,
+        workload=FLAGS.workload,
+        caches=tuple(caches),
+        num_requests=FLAGS.num_requests or (None if is_trace(FLAGS.workload) else _REQUESTS),
+        length_scale=FLAGS.length_scale,
+        rate_scale=FLAGS.rate_scale,
+        rate=rate,
+        kv_mib=FLAGS.kv_mib,
+        slots=FLAGS.slots,
+        max_length=longest,
+        rows=FLAGS.rows or min(_ROWS, FLAGS.slots * -(-longest // chunk)),
+        chunk=chunk,
+        decode_steps=FLAGS.decode_steps or min(_DECODE_STEPS, longest),
+        reuse_prefixes=FLAGS.reuse_prefixes,
+        ttft_target_s=FLAGS.ttft_target_ms / 1e3,
+        tpot_target_s=FLAGS.tpot_target_ms / 1e3,
+        skip_bad_rows=FLAGS.skip_bad_rows,
+        check=FLAGS.check,
+        seed=FLAGS.seed,
+        trace_sha256=trace_sha256(FLAGS.workload),
     )
 
 

@@ -8,21 +8,29 @@ from absl import flags as absl_flags
 from kvlab.experiments.flags import Flag, choice, comma_list, number, whole
 from kvlab.experiments.run_folder import run_in_folder
 
+MOST_REQUESTS = 1_000_000
+"""That a command draws or takes: more take hours to simulate, and all memory."""
+
+_LEAST_RATE, _MOST_RATE = 1e-3, 1e6  # requests a second; times of a year still count microseconds
+_MOST_MS = 1_000_000
+_MOST_SLOTS = 10_000_000  # token slots of a pool, 8 TB of OPT-13B's
 _ALLOCATORS = ("paged", "max", "pow2", "oracle")
 
 
 def request_rate(written: str) -> float | None:
     """Parses requests a second; `inf` is None: all requests wait from the start."""
     rate = number(written)
-    if not rate > 0:
-        raise ValueError("requests a second are wanted, above 0, or inf")
+    if not (_LEAST_RATE <= rate <= _MOST_RATE or rate == math.inf):
+        raise ValueError(
+            f"requests a second are wanted, from {_LEAST_RATE:g} to {_MOST_RATE:,.0f}, or inf"
+        )
     return None if math.isinf(rate) else rate
 
 
 def _milliseconds(written: str) -> float:
     value = number(written)
-    if not 0 <= value < math.inf:
-        raise ValueError("milliseconds are wanted, 0 or more")
+    if not 0 <= value <= _MOST_MS:
+        raise ValueError(f"milliseconds are wanted, from 0 to {_MOST_MS:,}")
     return value
 
 
@@ -45,11 +53,17 @@ SIMULATION_FLAGS: dict[str, Any] = {
     ),
     "page_size": Flag(comma_list(whole(1)), "N,...", "tokens a page, where paged; 16"),
     "num_requests": Flag(
-        whole(1), "N", "requests of each workload; enough for 400,000 tokens, 1,000 of a trace"
+        whole(1, MOST_REQUESTS),
+        "N",
+        "requests of each workload; enough for 400,000 tokens, or up to 1,000 of a trace",
     ),
     "skip_bad_rows": Flag(bool, "", "leave malformed rows of a trace out, and count them", False),
-    "kv_slots": Flag(whole(1), "N", "tokens that the pool holds; 15,728 (12 GB) if not given"),
-    "max_length": Flag(whole(2), "N", "longest sequence; longer requests are left out", 2048),
+    "kv_slots": Flag(
+        whole(1, _MOST_SLOTS), "N", "tokens that the pool holds; 15,728 (12 GB) if not given"
+    ),
+    "max_length": Flag(
+        whole(2, _MOST_SLOTS), "N", "longest sequence; longer requests are left out", 2048
+    ),
     "headroom_tokens": Flag(
         whole(1), "N", "tokens by which every running request can still grow when another starts", 1
     ),
@@ -112,6 +126,9 @@ def run_study(
     from kvlab.research.workloads import trace_sha256
 
     given: dict[str, Any] = {name: flags[name].value for name in flags}
+    for name in ("page_size", "headroom_tokens"):
+        if flags[name].present and "paged" not in (given.get("allocator") or _ALLOCATORS):
+            raise ValueError(f"--{name} is given, but no point uses it; it needs --allocator=paged")
     fields: dict[str, Any] = {
         "allocators": given.get("allocator"),
         "page_sizes": given["page_size"],

@@ -55,7 +55,8 @@ class AllocationStudy:
         none pins no file.
 
     Raises:
-      ValueError: an unknown device, or rates for another number of workloads.
+      ValueError: an unknown device, rates for another number of workloads, or a pool that is
+        smaller than a page or than the headroom.
     """
 
     command: str
@@ -82,6 +83,14 @@ class AllocationStudy:
             raise ValueError(
                 f"{len(self.rates)} lists of rates given for {len(self.workloads)} workloads"
             )
+        if "paged" in self.allocators:
+            sizes = {"page_size": max(self.page_sizes), "headroom_tokens": self.headroom_tokens}
+            for name, size in sizes.items():
+                if size > self.kv_slots:
+                    raise ValueError(
+                        f"{name}={size} given, and the pool holds kv_slots={self.kv_slots} tokens; "
+                        f"use a smaller {name}, or more kv_slots"
+                    )
 
     def to_json(self) -> dict[str, Any]:
         """The study as a manifest stores it."""
@@ -186,7 +195,7 @@ def measure_point(
         config.get("page_size", 1),
         config["kv_slots"],
         slots=_sequences(workload, config["kv_slots"]),
-        max_length=config["max_length"],
+        max_length=_longest(workload, config),
     )
     options = EngineOptions(reuse_prefixes=False, headroom_tokens=config["headroom_tokens"])
     engine = Engine(simulated(simulation), options)
@@ -198,7 +207,8 @@ def measure_point(
     if not served:
         raise ValueError(
             f"none of {len(refused)} requests has room even alone: kv_slots={config['kv_slots']} "
-            f"with allocator={config['allocator']}; give more --kv_slots"
+            f"and max_length={config['max_length']} with allocator={config['allocator']}; give "
+            "more --kv_slots"
         )
     metrics = serving_metrics(engine.times, engine.history)
     lengths = np.array([(one.prompt_tokens, one.output_tokens) for one in served])
@@ -214,6 +224,14 @@ def _sequences(workload: Workload, kv_slots: int) -> int:
     """Sequences to allow at once: half as many again as the pool holds on average."""
     held = np.mean([one.prompt_tokens + one.output_tokens / 2 for one in workload.arrivals])
     return min(len(workload.arrivals), 64 * max(1, -(-int(1.5 * kv_slots / held) // 64)))
+
+
+def _longest(workload: Workload, config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that there can be: a table of pages is no larger than that."""
+    limit: int = config["max_length"]
+    if config["allocator"] != "paged":  # `max` reserves them all
+        return limit
+    return min(limit, max(one.total_tokens for one in workload.arrivals))
 
 
 def _requests(workload: Workload, arrive: bool) -> Iterator[Request]:

@@ -41,6 +41,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+def device_bytes() -> int:
+    """Memory of the device that JAX computes on: its own, or the machine's where that is a CPU."""
+    known = jax.local_devices()[0].memory_stats() or {}
+    return known.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @functools.cache
 def git_revision(source_file: pathlib.Path = _SOURCE_FILE) -> str | None:
     """Finds the commit that the running source was checked out from.

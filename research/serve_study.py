@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 from kvlab.models.load import Model
-from kvlab.ops.specs import CacheSpec, Paged
+from kvlab.ops.specs import CacheSpec, Paged, Recompute
 from kvlab.research.arrivals import Workload, fitting, poisson, prompt_ids, scaled, taken
+from kvlab.research.environment import device_bytes
 from kvlab.research.experiment import Variant
 from kvlab.research.inference_config import InferenceConfig
 from kvlab.research.progress import Progress, progress
@@ -23,7 +24,14 @@ from kvlab.research.requests import Request
 from kvlab.research.results import RunFolder
 from kvlab.research.rows import Row, RunFolderError, make_row, timestamp
 from kvlab.research.served_variant import ServedVariant
+from kvlab.research.tables import mebibytes, significant
 from kvlab.research.workloads import is_trace, load_workload
+
+MAX_SPAN_S = 24 * 3600
+"""Seconds between the first arrival and the last: requests are served in the time of arrival."""
+
+_QUIET_SPAN_S = 60
+_REQUESTS_OF_TRACE = 64  # where no number is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +42,7 @@ class ServeStudy:
       model: any form that `kvlab.models.load.load_model` takes.
       workload: a word that `load_workload` takes.
       caches: the variants.
-      num_requests: of a drawn workload, or taken from a trace.
+      num_requests: of a drawn workload, or taken from a trace; None takes up to 64 of a trace.
       length_scale: factor of all lengths, so that a trace fits a small model.
       rate_scale: factor of the arrival rate of a trace.
       rate: requests a second, drawn anew; None keeps the times of the trace.
@@ -56,7 +64,7 @@ class ServeStudy:
     model: str
     workload: str
     caches: tuple[CacheSpec, ...]
-    num_requests: int
+    num_requests: int | None
     length_scale: float
     rate_scale: float
     rate: float | None
@@ -73,6 +81,30 @@ class ServeStudy:
     check: int
     seed: int
     trace_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        """Validates what does not depend on the model.
+
+        Raises:
+          ValueError: a cache that stores nothing, or a call that is larger than can be filled.
+        """
+        if any(cache.placement == Recompute() for cache in self.caches):
+            raise ValueError(
+                "placement=recompute stores nothing, so there is no memory to serve requests on; "
+                "use placement=contiguous, paged or ring"
+            )
+        for name in ("chunk", "decode_steps"):
+            if getattr(self, name) > self.max_length:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is past max_length={self.max_length}; use "
+                    f"{name}={self.max_length} or less"
+                )
+        rows = self.slots * -(-self.max_length // self.chunk)
+        if self.rows > rows:
+            raise ValueError(
+                f"rows={self.rows} given: slots={self.slots} sequences of max_length="
+                f"{self.max_length} fill {rows} rows of chunk={self.chunk}; use {rows} or less"
+            )
 
     def settings(self) -> dict[str, Any]:
         """What all points share, as their rows name it."""
@@ -109,7 +141,8 @@ class ServeStudy:
 
         Raises:
           ValueError: an unknown workload, a trace that cannot be read, has changed or is
-            malformed, or one of which no request fits.
+            malformed, one of which no request fits or that holds too few, or arrivals that take
+            more than a day.
         """
         count = None if is_trace(self.workload) else self.num_requests
         workload = load_workload(
@@ -119,15 +152,82 @@ class ServeStudy:
             skip_bad_rows=self.skip_bad_rows,
             sha256=self.trace_sha256,
         )
-        workload = scaled(workload, lengths=self.length_scale, rate=self.rate_scale)
+        try:
+            workload = scaled(workload, lengths=self.length_scale, rate=self.rate_scale)
+        except ValueError as error:
+            scales = f"length_scale={self.length_scale:g}, rate_scale={self.rate_scale:g}"
+            raise ValueError(f"{scales}: {error}") from None
         workload = fitting(workload, self.max_length)
         if not workload.arrivals:
             raise ValueError(
                 f"no request of {self.workload} fits max_length={self.max_length} at length_scale="
                 f"{self.length_scale:g}; lower the scale or raise max_length"
             )
-        workload = taken(workload, min(self.num_requests, len(workload.arrivals)))
-        return workload if self.rate is None else poisson(workload, self.rate, self.seed)
+        held = len(workload.arrivals)
+        if is_trace(self.workload):
+            workload = taken(workload, self.num_requests or min(held, _REQUESTS_OF_TRACE))
+        if self.rate is not None:
+            workload = poisson(workload, self.rate, self.seed)
+        self._require_a_day(workload)
+        return workload
+
+    def _require_a_day(self, workload: Workload) -> None:
+        span_s = workload.arrivals[-1].arrival_s
+        if span_s <= MAX_SPAN_S:
+            return
+        now = f"--rate_scale (now {self.rate_scale:g})"
+        if self.rate is not None:
+            now = f"--rate (now {self.rate:g})"
+        raise ValueError(
+            f"the {len(workload.arrivals)} requests of {self.workload} arrive over "
+            f"{_duration(span_s)}, and are served in that time; the limit is "
+            f"{MAX_SPAN_S // 3600} hours: raise {now}"
+        )
+
+
+def time_to_serve(workload: Workload) -> str | None:
+    """Says how long the arrivals take, where that is more than a minute.
+
+    Args:
+      workload: from `ServeStudy.workload_in_time`.
+    """
+    span_s = workload.arrivals[-1].arrival_s
+    if span_s <= _QUIET_SPAN_S:
+        return None
+    return (
+        f"the {len(workload.arrivals)} requests arrive over {_duration(span_s)}, and each cache "
+        "serves them in that time or longer"
+    )
+
+
+def _duration(seconds: float) -> str:
+    units = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86_400, "years": 365.25 * 86_400}
+    unit = next((name for name in reversed(units) if seconds >= 2 * units[name]), "seconds")
+    return f"{significant(seconds / units[unit])} {unit}"
+
+
+def check_variants(study: ServeStudy, model: Model) -> None:
+    """Finds out whether the model can serve with a cache, before anything is written.
+
+    Raises:
+      ValueError: what is asked for does not fit the device's memory, or no variant is possible.
+    """
+    logits = study.slots * model.config.vocab_size * 4
+    asked, there = study.kv_mib * 2**20 + logits, device_bytes()
+    if asked > there:
+        raise ValueError(
+            f"kv_mib={study.kv_mib:g} and the logits of slots={study.slots} take "
+            f"{significant(asked / 2**30)} GiB, and the device has {significant(there / 2**30)} "
+            "GiB; give less of either"
+        )
+    errors = []
+    for cache in study.caches:
+        try:
+            budgeted_config(study, model, cache)
+        except ValueError as error:
+            errors.append(error)
+    if len(errors) == len(study.caches):
+        raise errors[0]
 
 
 def budgeted_config(study: ServeStudy, model: Model, cache: CacheSpec) -> InferenceConfig:
@@ -157,7 +257,7 @@ def budgeted_config(study: ServeStudy, model: Model, cache: CacheSpec) -> Infere
     if most < 1:
         raise ValueError(
             f"kv_mib={study.kv_mib:g} holds not one of the {unit} of {cache.placement}, which take "
-            f"{one / 2**20:.1f} MiB; give more, or a smaller max_length"
+            f"{mebibytes(one)} MiB; give more, or a smaller max_length"
         )
     return config(most if paged else min(most, study.slots))
 

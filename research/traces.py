@@ -302,7 +302,9 @@ def _csv_length(name: str, text: str) -> int:
 
 def _length(name: str, value: object) -> int:
     if type(value) is not int or not 1 <= value <= MAX_LENGTH:
-        raise _BadRowError(f"{name} is {_shown(value)}, wanted a whole number of tokens from 1")
+        raise _BadRowError(
+            f"{name} is {_shown(value)}, wanted a whole number of tokens from 1 to {MAX_LENGTH:,}"
+        )
     return value
 
 

@@ -48,7 +48,10 @@ class LognormalMix:
         """
         for name in ("mean_prompt", "mean_output"):
             if not 1 <= getattr(self, name) <= MAX_LENGTH:
-                raise ValueError(f"{name}={getattr(self, name)}, wanted a number of tokens from 1")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}, wanted a number of tokens from 1 to "
+                    f"{MAX_LENGTH:,}"
+                )
         if not all(0 <= sigma <= _MAX_SIGMA for sigma in self.sigma):
             raise ValueError(f"sigma={self.sigma}, wanted 0 to {_MAX_SIGMA:g}")
 
@@ -114,7 +117,9 @@ def uniform(
     _check_count(num_requests)
     for name, (low, high) in (("prompt", prompt), ("output", output)):
         if not 1 <= low <= high <= MAX_LENGTH:
-            raise ValueError(f"{name}={low}-{high}, wanted LOW-HIGH with 1 <= LOW <= HIGH")
+            raise ValueError(
+                f"{name}={low}-{high}, wanted LOW-HIGH with 1 <= LOW <= HIGH <= {MAX_LENGTH:,}"
+            )
     low, high = np.transpose([prompt, output])
     lengths = generator(seed, _LENGTHS).integers(low, high, (num_requests, 2), endpoint=True)
     return _at_once("uniform", lengths)

@@ -49,7 +49,10 @@ BAD = {
         "negative": ("2023-11-17 00:00:01,-396,1", "ContextTokens is -396"),
         "zero in": ("2023-11-17 00:00:01,0,1", "ContextTokens is 0"),
         "zero out": ("2023-11-17 00:00:01,396,0", "GeneratedTokens is 0"),
-        "beyond int32": ("2023-11-17 00:00:01,2147483648,1", "ContextTokens is 2147483648"),
+        "beyond int32": (
+            "2023-11-17 00:00:01,2147483648,1",
+            "ContextTokens is 2147483648, wanted .* to 2,147,483,647",
+        ),
         "endless": (f"2023-11-17 00:00:01,{'9' * 5000},1", r"ContextTokens is '9{56}\.\.\."),
         "no time": ("soon,396,1", "TIMESTAMP is 'soon', wanted a time like 2023"),
         "no such day": ("2023-02-30 00:00:01,396,1", "TIMESTAMP is '2023-02-30 00:00:01'"),
