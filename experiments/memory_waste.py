@@ -3,6 +3,7 @@
     kvlab memory_waste
     kvlab memory_waste --workload=sharegpt:sharegpt.csv --allocator=oracle,paged --page_size=8,16,32
     kvlab memory_waste --num_requests=20000 --allocator=paged
+    kvlab memory_waste --workload=uniform:64-192/64-192,lognormal:128/256/1 --num_requests=500
 
 Simulates OPT-13B on an A100-40GB with 12 GB for keys and values (PagedAttention, Fig. 2). All
 requests wait from the start, so that memory is what limits. The scheduler and the page table are

@@ -3,11 +3,13 @@
     kvlab serve_trace
     kvlab serve_trace --workload=azure:conv.csv --length_scale=0.06 --rate_scale=0.3 --check=200
     kvlab serve_trace --placement=paged --page_size=8,16 --storage=float32,int8 --rate=4
+    kvlab serve_trace --workload=uniform:64-192/32-64 --num_requests=32
 
 Requests arrive in the time of the trace (or at --rate, drawn anew) and are batched continuously;
 each cache gets as many pages, or whole rows, as fit --kv_mib. Prompts are drawn token ids, and each
 request makes as many tokens as its trace says. Every request that ends is a row at once: a run that
-was stopped goes on with the others when the same command runs again.
+was stopped goes on with the others when the same command runs again. A cache that served its trace
+in parts has answers and checks of all requests, and no times: those of one run need a new --out.
 """
 
 import sys
@@ -37,7 +39,9 @@ FLAGS = command_flags(
     rate=Flag(positive(1e6), "X", "requests a second, drawn anew; 2 where a workload has no times"),
     kv_mib=Flag(positive(1e9), "X", "memory for keys and values, MiB", 96.0),
     slots=Flag(whole(1, 65_536), "N", "most sequences at once", 16),
-    max_length=Flag(whole(2), "N", "longest sequence; longer requests are left out", 512),
+    max_length=Flag(
+        whole(2, 2**31 - 1), "N", "longest sequence; longer requests are left out", 512
+    ),
     rows=Flag(whole(1), "N", "rows of one prefill call; 2, or all that can be filled"),
     chunk=Flag(whole(1), "N", "tokens of such a row; 64, or max_length if that is less"),
     decode_steps=Flag(

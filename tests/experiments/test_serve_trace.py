@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvlab.research.results import read_rows
+from kvlab.research.results import RunFolder, RunFolderError, read_rows
 
 TINY = ("--model=random:tiny-gqa", "--num_requests=12", "--length_scale=0.1", "--rate=50")
 
@@ -59,6 +59,30 @@ def test_a_run_stopped_before_its_checks_checks_all_and_keeps_its_figures(kvlab,
         assert not {"running_mean", "kv_filled", "itl_p99_s", "parts"} & metrics.keys()
     assert "memory and requests over time were lost" in again.out
     assert "12 of 12 answers" in again.out
+
+
+def test_a_disk_that_is_full_ends_the_run_in_one_line_and_loses_nothing(
+    kvlab, tmp_path, monkeypatch
+):
+    command = (*CHECKED, "--check=3", "--placement=paged", f"--out={tmp_path}/run")
+    append = RunFolder.append
+
+    def full(folder, row):
+        if "request" not in row["config"]:
+            raise RunFolderError("cannot write: No space left on device")
+        append(folder, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append", full)
+        shown = kvlab(*command)
+    assert shown.status == 1
+    assert shown.err.splitlines()[-1].endswith("No space left on device")
+    again = kvlab(*command)
+    assert again.status == 0, again.err
+    metrics = totals_of(tmp_path / "run")["paged"]["metrics"]
+    assert metrics["answers_equal"] == metrics["answers_checked"] == 3
+    assert metrics["requests_ended"] == 12
+    assert "ttft_p50_s" in metrics
 
 
 def test_a_variant_served_in_parts_says_so_and_has_no_times(kvlab, tmp_path):
