@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     from kvlab.research.evaluation_texts import read_texts, text_file
     from kvlab.research.point_run import run_points
     from kvlab.research.sharing_report import label
-    from kvlab.research.sharing_study import SharingStudy, measure_sharing
+    from kvlab.research.sharing_study import SharingStudy, measure_sharing, read_lengths
     from kvlab.research.workloads import trace_sha256
 
     study = SharingStudy(
@@ -56,6 +56,9 @@ def main(argv: list[str]) -> int:
         seed=FLAGS.seed,
         trace_sha256=trace_sha256(FLAGS.workload),
     )
+    points = list(study.points())
+    for point in points:
+        read_lengths(point, study.seed)  # before the model is loaded and anything is written
     given = text_file(FLAGS.text) if FLAGS.text else None
     written = given.read() if given else read_texts(())["en"]
     model = load_model(study.model)
@@ -63,7 +66,6 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"model {study.model} has no tokenizer to cut prompts with")
     ids = np.array(model.tokenizer.encode(written), np.int32)
     config = study.to_json() | ({"text": given.sha256} if given else {})
-    points = list(study.points())
     return run_in_folder(
         lambda folder: run_points(
             folder,

@@ -14,6 +14,7 @@ from kvlab.models.load import Model
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import CacheSpec, Paged
+from kvlab.research.arrivals import Arrival
 from kvlab.research.beam import BeamOptions, beam_search
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.executor import ModelExecutor
@@ -90,6 +91,22 @@ class Pages:
         return 1.0 - self.distinct / self.mapped if self.mapped else 0.0
 
 
+def read_lengths(config: Mapping[str, Any], seed: int) -> tuple[Arrival, ...]:
+    """The lengths of the prompts and continuations of a point.
+
+    Raises:
+      ValueError: an unknown workload, or a trace that cannot be read, has changed, is malformed or
+        holds too few.
+    """
+    return load_workload(
+        config["workload"],
+        num_requests=config["num_prompts"],
+        seed=seed,
+        max_length=config["max_length"],
+        sha256=config.get("trace_sha256"),
+    ).arrivals
+
+
 def measure_sharing(
     model: Model, text: np.ndarray, config: Mapping[str, Any], seed: int
 ) -> tuple[dict[str, float], dict[str, list[tuple[float, float]]]]:
@@ -109,13 +126,7 @@ def measure_sharing(
       ValueError: the text is shorter than a prompt.
     """
     count, max_length = config["count"], config["max_length"]
-    lengths = load_workload(
-        config["workload"],
-        num_requests=config["num_prompts"],
-        seed=seed,
-        max_length=max_length,
-        sha256=config.get("trace_sha256"),
-    ).arrivals[: config["num_prompts"]]
+    lengths = read_lengths(config, seed)
     longest = max(one.prompt_tokens for one in lengths)
     if longest > len(text):
         raise ValueError(

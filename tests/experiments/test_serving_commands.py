@@ -196,6 +196,7 @@ def test_a_run_that_is_stopped_keeps_what_has_ended_and_goes_on(how, tmp_path):
         (("memory_waste", "--max_length=99999999999"), "a whole number, 10,000,000 or less"),
         (("memory_waste", "--call_overhead_ms=1e300"), "milliseconds are wanted, from 0 to 1,000,"),
         (("concurrency", "--rate=1e-300"), "requests a second are wanted, from 0.001 to"),
+        (("sharing", "--workload=uniform:5-9,5-9"), "write uniform[:LOW-HIGH/LOW-HIGH]"),
         (("sharing", "--method=greedy"), "legal values: parallel, beam"),
     ],
 )
