@@ -1,6 +1,7 @@
 """What the commands of simulated studies share: their flags, and how a study is run."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags as absl_flags
@@ -99,6 +100,12 @@ def rates_of(
     return workloads, tuple(rate or usual[name] for name in workloads)
 
 
+def _require_use(flags: absl_flags.FlagValues, allocators: Sequence[str]) -> None:
+    for name in ("page_size", "headroom_tokens"):
+        if flags[name].present and "paged" not in allocators:
+            raise ValueError(f"--{name} is given, but no point uses it; it needs --allocator=paged")
+
+
 def run_study(
     flags: absl_flags.FlagValues,
     command: str,
@@ -126,9 +133,7 @@ def run_study(
     from kvlab.research.workloads import trace_sha256
 
     given: dict[str, Any] = {name: flags[name].value for name in flags}
-    for name in ("page_size", "headroom_tokens"):
-        if flags[name].present and "paged" not in (given.get("allocator") or _ALLOCATORS):
-            raise ValueError(f"--{name} is given, but no point uses it; it needs --allocator=paged")
+    _require_use(flags, given.get("allocator") or _ALLOCATORS)
     fields: dict[str, Any] = {
         "allocators": given.get("allocator"),
         "page_sizes": given["page_size"],
