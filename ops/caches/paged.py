@@ -32,6 +32,11 @@ class PagedCache(TokenSlots):
         """Page times p plus offset; see `TokenSlots.slots`."""
         return jnp.where(step.write, _paged(table).flat_slots(indices), self.num_slots)
 
+    def units(self, step: Step, table: Table) -> jax.Array:
+        """The mapped pages; see `TokenSlots.units`."""
+        del step
+        return _paged(table).page_indices
+
     def reader(self, step: Step, table: Table) -> tuple[ReadStored, int, int]:
         """Pages side by side; see `TokenSlots.reader`."""
         del step
@@ -66,7 +71,8 @@ class PagedCache(TokenSlots):
             positions = jnp.broadcast_to(slots, stored.shape)
             return decode(key, self.storage, 2), decode(value, self.storage, 3), positions, stored
 
-        return Blocks(read, *block_range(step.positions, step.valid, window, size), count)
+        seen = block_range(step.positions, step.valid, window, size)
+        return Blocks(read, *seen, count, self.pool(step, table, lengths))
 
     def note(self, name: str, step: Step, table: Table) -> jax.Array:
         """See `TokenSlots.note`."""

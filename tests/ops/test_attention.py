@@ -288,7 +288,7 @@ class TestMemory:
 
 class TestErrors:
     def test_an_unknown_implementation_lists_the_legal_ones(self):
-        with pytest.raises(ValueError, match=r"'flash' is not known; .*: reference, chunked"):
+        with pytest.raises(ValueError, match=r"'flash' is not known; .*: reference, chunked, cpu"):
             resolve_implementation("flash")
         with pytest.raises(ValueError, match="'flash' is not known"):
             options(implementation="flash")
