@@ -124,28 +124,24 @@ class Reader {
     end_ = std::clamp<int64_t>(problem.lengths[row], 0, std::min(mapped, problem.slots));
     block_.key_scale = problem.key_scale == nullptr ? nullptr : key_scale_;
     block_.value_scale = problem.value_scale == nullptr ? nullptr : value_scale_;
+    block_.key_stride = problem.DirectKeys() ? problem.unit_size : kBlock;
+    for (int j = 0; j < kBlockVectors; ++j) block_.keys[j] = keys_ + j * kLanes;
   }
 
   int64_t end() const { return end_; }  // slots from here on are empty
 
   // The block of slots from `start`, of which those from `end` on are left out.
   const Block& Read(int64_t start, int64_t end) {
-    end = std::min({end, end_, start + kBlock});
-    block_.count = static_cast<int32_t>(end - start);
+    end = std::min(end, end_);
+    block_.count = static_cast<int32_t>(std::min<int64_t>(end - start, kBlock));
     block_.whole = block_.count == kBlock;
     Place(start);
-    if (!problem_.DirectKeys()) {
-      for (int j = 0; j < kBlockVectors; ++j) block_.keys[j] = keys_ + j * kLanes;
-      block_.key_stride = kBlock;
-    } else {
-      block_.key_stride = problem_.unit_size;
-    }
-    for (int64_t slot = start; slot < end;) {
-      const int64_t in_unit = slot % problem_.unit_size;
-      const int64_t run = std::min(end - slot, problem_.unit_size - in_unit);
-      const int64_t unit = problem_.row_unit[row_ * problem_.row_units + slot / problem_.unit_size];
-      ReadRun(slot - start, run, unit, in_unit);
-      slot += run;
+    for (int at = 0; at < block_.count;) at += ReadRun(start, at);
+    if (!block_.whole) HideAbsent();
+    if (problem_.DirectKeys()) {
+      PlaceKeys(start, block_.count, block_.keys);
+      const int64_t next = std::clamp<int64_t>(end - start - kBlock, 0, kBlock);
+      PlaceKeys(start + kBlock, next, block_.next_keys);
     }
     return block_;
   }
@@ -153,69 +149,87 @@ class Reader {
  private:
   // Positions of the block's slots, and the range that they span.
   void Place(int64_t start) {
-    for (int s = 0; s < kBlock; ++s) {
-      const bool absent = s >= block_.count;
-      const int64_t slot = start + s;
-      block_.positions[s] = absent ? kNowhere
-                            : problem_.key_positions == nullptr
-                                ? static_cast<int32_t>(slot)
-                                : problem_.key_positions[row_ * problem_.slots + slot];
-      if (absent) block_.values[s] = zeros_;
-    }
-    Span();
-  }
-
-  void Span() {
-    block_.oldest = kNowhere;
-    block_.newest = std::numeric_limits<int32_t>::min();
-    for (int s = 0; s < block_.count; ++s) {
-      const int32_t at = block_.positions[s];
-      if (at == kNowhere) {
-        block_.whole = false;
-        continue;
-      }
-      block_.oldest = std::min(block_.oldest, at);
-      block_.newest = std::max(block_.newest, at);
-    }
-  }
-
-  // Slots [at, at + run) of the block, which lie side by side in a unit.
-  void ReadRun(int64_t at, int64_t run, int64_t unit, int64_t in_unit) {
-    const Problem& problem = problem_;
-    const bool mapped = 0 <= unit && unit < problem.units;
-    const int64_t head = (mapped ? unit : 0) * problem.kv_heads + kv_head_;
-    const int64_t codes = problem.CodesPerHead(), size = problem.unit_size;
-    const int64_t first = head * codes * size;
-    const char* keys = problem.keys + (first + in_unit) * problem.CodeBytes();
-    const char* values = problem.values + (first + in_unit * codes) * problem.CodeBytes();
-    if (!mapped) {
-      std::fill_n(block_.positions + at, run, kNowhere);
-      Span();
-    }
-    if (problem.DirectKeys()) {
-      // A whole vector lies in the unit, its slots past `end` included. Those are masked, and so
-      // are whole vectors of them: they may be read anywhere.
-      const auto* from = reinterpret_cast<const float*>(keys);
-      for (int64_t s = at; s < kBlock; s += kLanes) {
-        block_.keys[s / kLanes] = from + (s < at + run ? s - at : 0);
-      }
+    const int32_t from = static_cast<int32_t>(start);
+    if (problem_.key_positions == nullptr) {
+      for (int s = 0; s < kBlock; ++s) block_.positions[s] = from + s;
+      block_.oldest = from;
+      block_.newest = from + block_.count - 1;
     } else {
+      const int32_t* at = problem_.key_positions + row_ * problem_.slots + start;
+      std::copy_n(at, block_.count, block_.positions);
+      block_.oldest = kNowhere;
+      block_.newest = std::numeric_limits<int32_t>::min();
+      for (int s = 0; s < block_.count; ++s) {
+        if (at[s] == kNowhere) {
+          block_.whole = false;
+          continue;
+        }
+        block_.oldest = std::min(block_.oldest, at[s]);
+        block_.newest = std::max(block_.newest, at[s]);
+      }
+    }
+    std::fill(block_.positions + block_.count, block_.positions + kBlock, kNowhere);
+  }
+
+  // The KV head's place among those of all units, at a slot; -1 where no unit is mapped.
+  int64_t Head(int64_t slot) const {
+    const int64_t place = row_ * problem_.row_units + slot / problem_.unit_size;
+    const int64_t unit = problem_.row_unit[place];
+    return 0 <= unit && unit < problem_.units ? unit * problem_.kv_heads + kv_head_ : -1;
+  }
+
+  // Reads the slots of a block from `at` that lie side by side in a unit, and tells how many.
+  int ReadRun(int64_t start, int at) {
+    const Problem& problem = problem_;
+    const int64_t in_unit = (start + at) % problem.unit_size;
+    const int64_t left = problem.unit_size - in_unit;
+    const int run = static_cast<int>(std::min<int64_t>(block_.count - at, left));
+    const int64_t head = Head(start + at);
+    if (head < 0) {
+      std::fill_n(block_.positions + at, run, kNowhere);
+      block_.whole = false;
+      return run;
+    }
+    const int64_t codes = problem.CodesPerHead(), size = problem.unit_size;
+    const int64_t width = problem.Width(), bytes = problem.CodeBytes();
+    if (!problem.DirectKeys()) {
+      const char* keys = problem.keys + (head * codes * size + in_unit) * bytes;
       ConvertStored(problem, keys, codes, run, size, keys_ + at, kBlock, codes * kBlock);
     }
-    const int64_t width = problem.Width();
+    const char* values = problem.values + (head * size + in_unit) * codes * bytes;
+    const float* row = reinterpret_cast<const float*>(values);
     if (!problem.DirectValues()) {
+      row = values_ + at * width;
       ConvertStored(problem, values, run, codes, codes, values_ + at * width, width, codes);
     }
-    for (int64_t s = at; s < at + run; ++s) {
-      const bool absent = block_.positions[s] == kNowhere;  // it may hold anything, NaN included
-      block_.values[s] = absent                   ? zeros_
-                         : problem.DirectValues() ? reinterpret_cast<const float*>(values) +
-                                                        (s - at) * codes
-                                                  : values_ + s * width;
-      if (problem.key_scale == nullptr) continue;
-      const int64_t scale = head * size + in_unit + (s - at);
-      key_scale_[s] = problem.key_scale[scale];
-      value_scale_[s] = absent ? 0.0f : problem.value_scale[scale];
+    for (int s = 0; s < run; ++s) block_.values[at + s] = row + s * width;
+    if (problem.key_scale != nullptr) {
+      std::copy_n(problem.key_scale + head * size + in_unit, run, key_scale_ + at);
+      std::copy_n(problem.value_scale + head * size + in_unit, run, value_scale_ + at);
+    }
+    return run;
+  }
+
+  // A slot that nobody may see can hold anything, NaN included: 0 x NaN must not reach a sum.
+  void HideAbsent() {
+    for (int s = 0; s < kBlock; ++s) {
+      if (block_.positions[s] != kNowhere) continue;
+      block_.values[s] = zeros_;
+      key_scale_[s] = value_scale_[s] = 0.0f;
+    }
+  }
+
+  // Where the vectors of keys of `count` slots from `start` lie. A whole vector lies in a unit, its
+  // slots past `count` included. Those are masked, and so are whole vectors of them, and of units
+  // that are not mapped: they may be read anywhere.
+  void PlaceKeys(int64_t start, int64_t count, const float** keys) const {
+    const auto* pool = reinterpret_cast<const float*>(problem_.keys);
+    for (int j = 0; j < kBlockVectors; ++j) {
+      keys[j] = pool;
+      if (j * kLanes >= count) continue;
+      const int64_t slot = start + j * kLanes, head = Head(slot);
+      if (head < 0) continue;
+      keys[j] += head * problem_.head_dim * problem_.unit_size + slot % problem_.unit_size;
     }
   }
 
@@ -223,7 +237,7 @@ class Reader {
   const int64_t row_, kv_head_;
   float *keys_, *values_, *zeros_, *key_scale_, *value_scale_;
   int64_t end_;
-  Block block_;
+  Block block_ = {};
 };
 
 // Some queries of one row, for the heads of one KV head: their rows are (query, head of the group).
@@ -231,31 +245,32 @@ class Item {
  public:
   static int64_t Room(const Problem& problem, int64_t num_queries) {
     const int64_t rows = num_queries * problem.groups;
-    return Reader::Room(problem) + rows * (problem.head_dim + problem.Width() + 2) + 16 * kLanes;
+    return Reader::Room(problem) + rows * (problem.head_dim + problem.Width() + 6) + 16 * kLanes;
   }
 
   Item(const Problem& problem, int64_t row, int64_t kv_head, int64_t first_query,
        int64_t num_queries, Scratch& room)
       : problem_(problem), row_(row), kv_head_(kv_head), first_query_(first_query),
-        num_rows_(num_queries * problem.groups), reader_(problem, row, kv_head, room) {
+        num_rows_(num_queries * problem.groups),
+        num_tiles_((num_rows_ + kTileRows - 1) / kTileRows),
+        sizes_{problem.head_dim, problem.Width(), problem.soft_cap},
+        reader_(problem, row, kv_head, room) {
     queries_ = room.Take(num_rows_ * problem.head_dim);
     total_ = room.Take(num_rows_ * problem.Width());
     maximum_ = room.Take(num_rows_);
     normaliser_ = room.Take(num_rows_);
+    first_ = reinterpret_cast<int32_t*>(room.Take(num_rows_));
+    last_ = reinterpret_cast<int32_t*>(room.Take(num_rows_));
     std::fill_n(total_, num_rows_ * problem.Width(), 0.0f);
     std::fill_n(maximum_, num_rows_, kLeast);
     std::fill_n(normaliser_, num_rows_, 0.0f);
-    num_tiles_ = (num_rows_ + kTileRows - 1) / kTileRows;
+    for (int64_t r = 0; r < num_rows_; ++r) Look(r);
+    for (int64_t tile = 0; tile < num_tiles_; ++tile) Pack(tile);
   }
 
   void Run() {
-    int32_t oldest = kNowhere, newest = std::numeric_limits<int32_t>::min();
-    for (int64_t tile = 0; tile < num_tiles_; ++tile) {
-      int32_t first, last;
-      Prepare(tile, &first, &last);
-      oldest = std::min(oldest, first);
-      newest = std::max(newest, last);
-    }
+    const int32_t oldest = *std::min_element(first_, first_ + num_rows_);
+    const int32_t newest = *std::max_element(last_, last_ + num_rows_);
     int64_t start = 0, end = reader_.end();
     if (problem_.key_positions == nullptr) {
       start = std::max<int64_t>(oldest, 0) / kBlock * kBlock;
@@ -264,7 +279,8 @@ class Item {
     for (; start < end; start += kBlock) {
       const Block& block = reader_.Read(start, end);
       if (block.newest < oldest || block.oldest > newest) continue;
-      for (int64_t tile = 0; tile < num_tiles_; ++tile) AttendTile(tile, block);
+      bool first = problem_.DirectKeys() && problem_.DirectValues();
+      for (int64_t tile = 0; tile < num_tiles_; ++tile) first &= !AttendTile(tile, block, first);
     }
     for (int64_t r = 0; r < num_rows_; ++r) Finish(r);
   }
@@ -273,31 +289,22 @@ class Item {
   int64_t TileBegin(int64_t tile) const { return num_rows_ * tile / num_tiles_; }
 
   // What a row may see: positions from `first` to `last`, none where first > last.
-  void Sight(int64_t r, int32_t* first, int32_t* last) const {
+  void Look(int64_t r) {
     const int64_t at = row_ * problem_.queries + first_query_ + r / problem_.groups;
     const int64_t position = problem_.query_positions[at];
     const int64_t least = std::numeric_limits<int32_t>::min();
-    if (!problem_.query_valid[at] || position == kNowhere) {
-      *first = kNowhere;
-      *last = static_cast<int32_t>(least);
-      return;
-    }
-    *first = static_cast<int32_t>(
-        problem_.window == 0 ? least : std::max(least, position - problem_.window + 1));
-    *last = static_cast<int32_t>(position);
+    const bool blind = !problem_.query_valid[at] || position == kNowhere;
+    const int64_t oldest =
+        problem_.window == 0 ? least : std::max(least, position - problem_.window + 1);
+    first_[r] = blind ? kNowhere : static_cast<int32_t>(oldest);
+    last_[r] = static_cast<int32_t>(blind ? least : position);
   }
 
-  // Puts a tile's queries side by side, [H, rows], and tells what its rows see together.
-  void Prepare(int64_t tile, int32_t* oldest, int32_t* newest) {
+  // Puts a tile's queries side by side, [H, rows].
+  void Pack(int64_t tile) {
     const int64_t begin = TileBegin(tile), rows = TileBegin(tile + 1) - begin;
     float* to = queries_ + begin * problem_.head_dim;
-    *oldest = kNowhere;
-    *newest = std::numeric_limits<int32_t>::min();
     for (int64_t r = 0; r < rows; ++r) {
-      int32_t first, last;
-      Sight(begin + r, &first, &last);
-      *oldest = std::min(*oldest, first);
-      *newest = std::max(*newest, last);
       const int64_t from = Place(begin + r);
       for (int64_t h = 0; h < problem_.head_dim; ++h) {
         const float value = problem_.bfloat16_queries
@@ -315,21 +322,25 @@ class Item {
     return ((row_ * problem_.queries + query) * problem_.heads + head) * problem_.head_dim;
   }
 
-  void AttendTile(int64_t tile, const Block& block) {
-    const int64_t begin = TileBegin(tile), count = TileBegin(tile + 1) - begin;
-    Rows rows;
-    rows.queries = queries_ + begin * problem_.head_dim;
-    rows.maximum = maximum_ + begin;
-    rows.normaliser = normaliser_ + begin;
-    rows.total = total_ + begin * problem_.Width();
-    bool seen = false;
-    for (int64_t r = 0; r < count; ++r) {
-      Sight(begin + r, &rows.first[r], &rows.last[r]);
-      seen |= rows.first[r] <= block.newest && block.oldest <= rows.last[r];
+  // Whether the block has a key for the tile; if so, takes it in.
+  bool AttendTile(int64_t tile, const Block& block, bool fetch) {
+    const int64_t begin = TileBegin(tile), end = TileBegin(tile + 1);
+    const int32_t oldest = *std::min_element(first_ + begin, first_ + end);
+    const int32_t newest = *std::max_element(last_ + begin, last_ + end);
+    if (block.newest < oldest || block.oldest > newest) return false;
+    const Rows rows = {queries_ + begin * problem_.head_dim, first_ + begin, last_ + begin,
+                       maximum_ + begin, normaliser_ + begin, total_ + begin * sizes_.width};
+    int count = block.count;
+    if (problem_.key_positions == nullptr) {
+      count = static_cast<int>(std::min<int64_t>(count, int64_t{newest} - block.oldest + 1));
     }
-    if (!seen) return;
-    Attend(static_cast<int>(count), rows, block, problem_.head_dim, problem_.Width(),
-           problem_.soft_cap);
+    const int size = static_cast<int>(end - begin);
+    if (fetch) {
+      Attend<true>(size, rows, block, count, sizes_);
+    } else {
+      Attend<false>(size, rows, block, count, sizes_);
+    }
+    return true;
   }
 
   void Finish(int64_t r) {
@@ -351,10 +362,11 @@ class Item {
   }
 
   const Problem& problem_;
-  const int64_t row_, kv_head_, first_query_, num_rows_;
+  const int64_t row_, kv_head_, first_query_, num_rows_, num_tiles_;
+  const Sizes sizes_;
   Reader reader_;
-  int64_t num_tiles_;
   float *queries_, *total_, *maximum_, *normaliser_;
+  int32_t *first_, *last_;
 };
 
 void Run(const Problem& problem, ffi::ThreadPool& pool) {

@@ -54,23 +54,34 @@ inline Floats Tanh(Floats x) {
   return size < Broadcast(0.625f) ? small : (x < Floats{} ? -large : large);
 }
 
+// Lanes that lie kApart apart change places.
+template <int kApart>
+inline Floats Swapped(Floats vector) {
+#if defined(__clang__)
+  Floats swapped;
+  for (int lane = 0; lane < kLanes; ++lane) swapped[lane] = vector[lane ^ kApart];
+  return swapped;
+#else
+  Ints from;
+  for (int lane = 0; lane < kLanes; ++lane) from[lane] = lane ^ kApart;
+  return __builtin_shuffle(vector, from);
+#endif
+}
+
 // Lanes joined half by half, in one order whatever the compiler makes of it.
-template <typename Join>
+template <int kApart = kLanes / 2, typename Join>
 inline float Reduce(Floats vector, Join join) {
-  float lanes[kLanes];
-  Store(lanes, vector);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) lanes[lane] = join(lanes[lane], lanes[lane + half]);
-  }
-  return lanes[0];
+  vector = join(vector, Swapped<kApart>(vector));
+  if constexpr (kApart > 1) return Reduce<kApart / 2>(vector, join);
+  return vector[0];
 }
 
 inline float SumOf(Floats vector) {
-  return Reduce(vector, [](float a, float b) { return a + b; });
+  return Reduce(vector, [](Floats a, Floats b) { return a + b; });
 }
 
 inline float MaxOf(Floats vector) {
-  return Reduce(vector, [](float a, float b) { return a > b ? a : b; });
+  return Reduce(vector, [](Floats a, Floats b) { return Max(a, b); });
 }
 
 }  // namespace kvlab
