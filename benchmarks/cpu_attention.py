@@ -26,6 +26,7 @@ from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import Step
 from kvlab.ops.caches.reading import attend_stored
 from kvlab.ops.page_table import PageTable
+from kvlab.ops.storage import encode
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, LAYERS = 9, 3, 64, 30
 ROUNDS = 15
@@ -55,7 +56,9 @@ def case(
     table = jax.tree.map(jnp.asarray, table)
     fields = dict(table.__dict__, page_indices=jnp.asarray(pages))
     table = PageTable(**(fields | {"lengths": jnp.full(rows, tokens, jnp.int32)}))
-    positions = np.broadcast_to(np.arange(tokens - queries, tokens, dtype=np.int32), (rows, queries))
+    positions = np.broadcast_to(
+        np.arange(tokens - queries, tokens, dtype=np.int32), (rows, queries)
+    )
     valid = jnp.ones((rows, queries), bool)
     step = Step(jnp.asarray(positions), valid, ~valid)
 
@@ -63,8 +66,6 @@ def case(
     def filled(key):
         cache = PagedCache.init(num_pages, page_size, NUM_KV_HEADS, HEAD_DIM, storage)
         shape = (num_pages * page_size, NUM_KV_HEADS, HEAD_DIM)
-        from kvlab.ops.storage import encode
-
         drawn = (jax.random.normal(part, shape) for part in jax.random.split(key))
         slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
         return cache.set(slots, *(encode(values, storage) for values in drawn))
@@ -119,11 +120,11 @@ def main() -> None:
             limit = max(stored / bandwidth, operations / peak)
             parts = []
             for implementation, times in timed(calls, ROUNDS).items():
-                low, middle, high = (
-                    1e3 * f(times) / count for f in (min, statistics.median, max)
-                )
+                low, middle, high = (1e3 * f(times) / count for f in (min, statistics.median, max))
                 parts.append(f"{implementation} {middle:.3f} [{low:.3f}-{high:.3f}]")
-            print(f"page {page_size} {name}: {', '.join(parts)}, limit {1e3 * limit:.3f}", flush=True)
+            print(
+                f"page {page_size} {name}: {', '.join(parts)}, limit {1e3 * limit:.3f}", flush=True
+            )
 
 
 if __name__ == "__main__":

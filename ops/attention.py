@@ -97,23 +97,13 @@ def kernel_pool(
 ) -> cpu_kernel.Pool | None:
     """The pool that the CPU kernel is to read, or None where another implementation serves.
 
-    Args:
-      implementation: as in `AttentionOptions`.
-      pools: see `kvlab.ops.cpu_kernels.attention.cannot_serve`.
-      dtype: of the queries.
-
     Raises:
       ValueError: `cpu` is named, and its kernel cannot read this.
       UnavailableError: as `resolve_implementation`.
     """
     if resolve_implementation(implementation) != "cpu":
         return None
-    reason = cpu_kernel.cannot_serve(pools, dtype)
-    if reason is None:
-        return pools[0]
-    if implementation is not None:
-        raise ValueError(f"implementation='cpu' cannot serve: {reason}; use 'chunked'")
-    return None
+    return cpu_kernel.served_pool(pools, dtype, must=implementation is not None)
 
 
 def attention_mask(
@@ -173,8 +163,8 @@ def attention(
         # Padding can hold anything, NaN included: 0 x NaN must not reach the sum.
         value = jnp.where(key_valid[:, :, None, None], value, jnp.zeros((), value.dtype))
         return reference_attention(query, key, value, mask & query_valid[:, :, None], options)
-    pool = _dense_pool(key, value, key_positions, key_valid)
-    pool = kernel_pool(options.implementation, [pool], query.dtype)
+    dense = _dense_pool(key, value, key_positions, key_valid)
+    pool = kernel_pool(options.implementation, [dense], query.dtype)
     if pool is not None:
         fields = (options.scale, options.window, options.soft_cap)
         return cpu_kernel.attend(query, query_positions, query_valid, pool, *fields)[0]

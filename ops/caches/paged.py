@@ -1,8 +1,8 @@
 """The paged cache: one pool of pages for all sequences, mapped by a `PageTable`.
 
-A page is a unit of p token slots. Keys and values are read in blocks of the read block or of one
+A page is a unit of p token slots. XLA reads keys and values in blocks of the read block or of one
 page, whichever is larger, and never of a smaller page: so every page size that divides the read
-block gives the same bits.
+block gives the same bits. The kernel for CPU reads blocks of one size whatever the page.
 """
 
 import dataclasses

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab.ops.cpu_kernels import library
-from kvlab.ops.specs import Kivi4
 from kvlab.ops.storage import Storage, Stored
 
 NOWHERE = int(jnp.iinfo(jnp.int32).max)
 """The position of a slot that holds no key."""
 
 _QUERIES = ("float32", "bfloat16")
+_STORAGES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +44,28 @@ class Pool:
     positions: jax.Array | None = None
 
 
-def cannot_serve(pools: Sequence[Pool | None], dtype: jnp.dtype) -> str | None:
-    """Why the kernel cannot read what a layer attends to, or None if it can.
+def served_pool(pools: Sequence[Pool | None], dtype: jnp.dtype, must: bool) -> Pool | None:
+    """The pool that the kernel can read, of all that a layer attends to, or None.
 
     Args:
       pools: of each source, None where its keys are not used as they are stored.
       dtype: of the queries.
+      must: raise instead of None.
+
+    Raises:
+      ValueError: it cannot, and must.
     """
+    pool = pools[0] if len(pools) == 1 else None
     if dtype.name not in _QUERIES:
-        return f"it takes queries of {' or '.join(_QUERIES)}, not {dtype.name}"
-    if len(pools) != 1 or pools[0] is None:
-        return "it reads keys as one pool stores them: not kivi4, nor sinks placed in the cache"
-    storage = pools[0].storage
-    if isinstance(storage, Kivi4) or storage == "float16":
-        return f"it does not read storage={storage}"
+        reason = f"it takes queries of {' or '.join(_QUERIES)}, not {dtype.name}"
+    elif pool is None:
+        reason = "it reads keys as one pool stores them: not kivi4, nor sinks placed in the cache"
+    elif pool.storage not in _STORAGES:
+        reason = f"it does not read storage={pool.storage}"
+    else:
+        return pool
+    if must:
+        raise ValueError(f"implementation='cpu' cannot serve: {reason}; use 'chunked'")
     return None
 
 

@@ -58,7 +58,7 @@ def make_case(
 ):
     """Sequences of random keys; their pages are mixed, and what they leave free is NaN."""
     random = np.random.default_rng(seed)
-    batch, most = len(lengths), max(max(lengths), 1)
+    batch, most = len(lengths), max(*lengths, 1)
     per_row = -(-most // page_size)
     num_pages = batch * per_row + 2
     pages = np.random.default_rng(seed + 1).permutation(num_pages)[: batch * per_row]
@@ -123,8 +123,7 @@ def main():
                 np.testing.assert_array_equal(one, other)
             capacity = case.pool.units.shape[1] * page_size
             for lengths in ([capacity] * 4, [capacity + 1, 2**31 - 1, -1, -(2**31)]):
-                lengths = jnp.asarray(np.asarray(lengths, np.int64).astype(np.int32))
-                pool = dataclasses.replace(case.pool, lengths=lengths)
+                pool = dataclasses.replace(case.pool, lengths=jnp.asarray(lengths, jnp.int32))
                 run(dataclasses.replace(case, pool=pool), window=3)
                 for position in (2**31 - 1, 2**31 - 2, -1, -(2**31)):
                     positions = np.full_like(case.positions, position)

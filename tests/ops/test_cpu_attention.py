@@ -1,4 +1,4 @@
-"""The attention kernel for CPU against the formula, its bits, and what it does when all is wrong."""
+"""The attention kernel for CPU: against the formula, in its bits, and given what is wrong."""
 
 import ctypes
 import dataclasses
@@ -97,7 +97,10 @@ def test_every_code_of_float8_reads_as_its_number(stored_pools):
         "codes": jnp.asarray(value.view(ml_dtypes.float8_e4m3fn)),
         "scale": jnp.ones_like(case.pool.value["scale"]),
     }
-    key = {"codes": jnp.zeros_like(case.pool.key["codes"]), "scale": stored["scale"][:, :, None, :, 0]}
+    key = {
+        "codes": jnp.zeros_like(case.pool.key["codes"]),
+        "scale": stored["scale"][:, :, None, :, 0],
+    }
     pool = dataclasses.replace(case.pool, key=key, value=stored)
     output, _ = stored_pools.run(dataclasses.replace(case, pool=pool))
     expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -105,7 +108,8 @@ def test_every_code_of_float8_reads_as_its_number(stored_pools):
 
 
 @pytest.mark.parametrize(
-    ("window", "soft_cap"), [(1, None), (5, 3.0), (64, None), (100, 50.0), (1000, None), (None, 3.0)]
+    ("window", "soft_cap"),
+    [(1, None), (5, 3.0), (64, None), (100, 50.0), (1000, None), (None, 3.0)],
 )
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_windows_and_soft_caps(window, soft_cap, storage, numpy_attention, stored_pools):
@@ -207,7 +211,9 @@ class TestBits:
         assert_same_bits(stored_pools.run(other)[0], output[order])
         for row in range(len(LENGTHS)):
             pool = dataclasses.replace(
-                case.pool, units=case.pool.units[row : row + 1], lengths=case.pool.lengths[row, None]
+                case.pool,
+                units=case.pool.units[row : row + 1],
+                lengths=case.pool.lengths[row, None],
             )
             query, positions = case.query[row : row + 1], case.positions[row : row + 1]
             alone = dataclasses.replace(case, query=query, positions=positions, pool=pool)
