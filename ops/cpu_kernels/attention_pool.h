@@ -67,17 +67,14 @@ class Scratch {
   float* next_ = nullptr;
 };
 
-inline void ConvertStored(const Problem& problem, const char* codes, int64_t rows, int64_t columns,
-                   int64_t stride, float* to, int64_t to_stride, int64_t to_high) {
-  switch (problem.storage) {
-    case Storage::kFloat32: return Convert<Float32>(codes, rows, columns, stride, to, to_stride);
-    case Storage::kBFloat16: return Convert<BFloat16>(codes, rows, columns, stride, to, to_stride);
-    case Storage::kFloat8E4M3:
-      return Convert<Float8E4M3>(codes, rows, columns, stride, to, to_stride);
-    case Storage::kInt8: return Convert<Int8>(codes, rows, columns, stride, to, to_stride);
-    case Storage::kInt4:
-      Convert<Int4<0>>(codes, rows, columns, stride, to, to_stride);
-      Convert<Int4<4>>(codes, rows, columns, stride, to + to_high, to_stride);
+// Codes as floats; those of the second half of int4 go to `high`.
+inline void ConvertStored(Storage storage, const Codes& codes, float* high) {
+  switch (storage) {
+    case Storage::kFloat32: return Convert<Float32>(codes);
+    case Storage::kBFloat16: return Convert<BFloat16>(codes);
+    case Storage::kFloat8E4M3: return Convert<Float8E4M3>(codes);
+    case Storage::kInt8: return Convert<Int8>(codes);
+    case Storage::kInt4: return ConvertHalves(codes, high);
   }
 }
 
@@ -169,15 +166,23 @@ class Reader {
     }
     const int64_t codes = problem.CodesPerHead(), size = problem.unit_size;
     const int64_t width = problem.Width(), bytes = problem.CodeBytes();
+    const int64_t key = (head * codes * size + in_unit) * bytes;
+    const int64_t value = (head * size + in_unit) * codes * bytes;
+    const int64_t later = start + at + kBlock < end_ ? Head(start + at + kBlock) : -1;
+    const int64_t ahead = (later - head) * codes * size * bytes;
     if (!problem.DirectKeys()) {
-      const char* keys = problem.keys + (head * codes * size + in_unit) * bytes;
-      ConvertStored(problem, keys, codes, run, size, keys_ + at, kBlock, codes * kBlock);
+      const char* from = problem.keys + key;
+      float* to = keys_ + at;
+      const Codes stored = {from, later < 0 ? nullptr : from + ahead, codes, run, size, to, kBlock};
+      ConvertStored(problem.storage, stored, to + codes * kBlock);
     }
-    const char* values = problem.values + (head * size + in_unit) * codes * bytes;
-    const float* row = reinterpret_cast<const float*>(values);
+    const char* from = problem.values + value;
+    const float* row = reinterpret_cast<const float*>(from);
     if (!problem.DirectValues()) {
-      row = values_ + at * width;
-      ConvertStored(problem, values, run, codes, codes, values_ + at * width, width, codes);
+      float* to = values_ + at * width;
+      const Codes stored = {from, later < 0 ? nullptr : from + ahead, run, codes, codes, to, width};
+      ConvertStored(problem.storage, stored, to + codes);
+      row = to;
     }
     for (int s = 0; s < run; ++s) block_.values[at + s] = row + s * width;
     if (problem.key_scale != nullptr) {

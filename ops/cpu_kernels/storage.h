@@ -13,9 +13,7 @@ template <int N>
 struct Wide {
   typedef float F __attribute__((vector_size(N * 4)));
   typedef uint32_t U __attribute__((vector_size(N * 4)));
-  typedef int8_t S8 __attribute__((vector_size(N)));
-  typedef uint8_t U8 __attribute__((vector_size(N)));
-  typedef uint16_t U16 __attribute__((vector_size(N * 2)));
+  typedef int32_t S __attribute__((vector_size(N * 4)));
 };
 
 template <typename To, typename From>
@@ -24,6 +22,15 @@ inline To As(const From& from) {
   To to;
   std::memcpy(&to, &from, sizeof to);
   return to;
+}
+
+// N codes as 32-bit numbers. A loop, because compilers make better of it than of a conversion of
+// vectors whose sizes differ.
+template <int N, typename Code>
+inline typename Wide<N>::S Widen(const Code* codes) {
+  int32_t wide[N];
+  for (int i = 0; i < N; ++i) wide[i] = codes[i];
+  return As<typename Wide<N>::S>(wide);
 }
 
 // Each form has the type of a code, and N codes as floats; scales are applied elsewhere.
@@ -41,9 +48,7 @@ struct BFloat16 {
   using Code = uint16_t;
   template <int N>
   static typename Wide<N>::F Decode(const Code* codes) {
-    typename Wide<N>::U16 raw;
-    std::memcpy(&raw, codes, sizeof raw);
-    return As<typename Wide<N>::F>(__builtin_convertvector(raw, typename Wide<N>::U) << 16);
+    return As<typename Wide<N>::F>(As<typename Wide<N>::U>(Widen<N>(codes)) << 16);
   }
 };
 
@@ -53,9 +58,7 @@ struct Float8E4M3 {
   static typename Wide<N>::F Decode(const Code* codes) {
     using F = typename Wide<N>::F;
     using U = typename Wide<N>::U;
-    typename Wide<N>::U8 raw;
-    std::memcpy(&raw, codes, sizeof raw);
-    const U code = __builtin_convertvector(raw, U);
+    const U code = As<U>(Widen<N>(codes));
     const U size = code & 0x7fu;
     const U normal = (size << 20) + (120u << 23);
     // Exponent 0: m eighths of 2^-6, as a difference, which needs no subnormal float.
@@ -71,9 +74,7 @@ struct Int8 {
   using Code = int8_t;
   template <int N>
   static typename Wide<N>::F Decode(const Code* codes) {
-    typename Wide<N>::S8 raw;
-    std::memcpy(&raw, codes, sizeof raw);
-    return __builtin_convertvector(raw, typename Wide<N>::F);
+    return __builtin_convertvector(Widen<N>(codes), typename Wide<N>::F);
   }
 };
 
@@ -83,10 +84,8 @@ struct Int4 {
   using Code = uint8_t;
   template <int N>
   static typename Wide<N>::F Decode(const Code* codes) {
-    typename Wide<N>::U8 raw;
-    std::memcpy(&raw, codes, sizeof raw);
-    raw = (raw >> kShift) & 15;
-    return __builtin_convertvector(raw, typename Wide<N>::F) - 8.0f;
+    const auto code = ((Widen<N>(codes) >> kShift) & 15) - 8;
+    return __builtin_convertvector(code, typename Wide<N>::F);
   }
 };
 
@@ -102,14 +101,38 @@ inline void ConvertRow(const typename Form::Code* codes, int64_t count, float* t
   }
 }
 
-// Codes [rows, columns] as floats; strides in elements.
-template <typename Form>
-void Convert(const void* codes, int64_t rows, int64_t columns, int64_t stride, float* to,
-             int64_t to_stride) {
-  const auto* from = static_cast<const typename Form::Code*>(codes);
-  for (int64_t row = 0; row < rows; ++row) {
-    ConvertRow<Form, kLanes>(from + row * stride, columns, to + row * to_stride);
+// Codes [rows, columns] that lie `stride` apart, and where floats are to go.
+struct Codes {
+  const char* from;
+  const char* next;  // such codes, asked for after these; or null
+  int64_t rows, columns, stride;
+  float* to;
+  int64_t to_stride;
+};
+
+// Codes as floats; with kFetch, the next ones come nearer meanwhile.
+template <typename Form, bool kFetch>
+void Convert(const Codes& codes, float* to) {
+  constexpr int64_t size = sizeof(typename Form::Code), line = 64;
+  const auto* from = reinterpret_cast<const typename Form::Code*>(codes.from);
+  for (int64_t row = 0; row < codes.rows; ++row) {
+    ConvertRow<Form, kLanes>(from + row * codes.stride, codes.columns, to + row * codes.to_stride);
+    for (int64_t i = 0; kFetch && i < codes.columns * size; i += line) {
+      __builtin_prefetch(codes.next + row * codes.stride * size + i);
+    }
   }
+}
+
+template <typename Form>
+void Convert(const Codes& codes) {
+  if (codes.next != nullptr) return Convert<Form, true>(codes, codes.to);
+  return Convert<Form, false>(codes, codes.to);
+}
+
+// Both halves of int4: the second goes to `high`.
+inline void ConvertHalves(const Codes& codes, float* high) {
+  Convert<Int4<0>>(codes);
+  Convert<Int4<4>, false>(codes, high);
 }
 
 }  // namespace kvlab
