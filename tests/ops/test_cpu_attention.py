@@ -17,7 +17,7 @@ from jax.experimental import checkify
 
 from kvlab.ops.attention import AttentionOptions, attention
 from kvlab.ops.cpu_kernels import library
-from kvlab.ops.cpu_kernels.attention import NOWHERE, Pool, attend
+from kvlab.ops.cpu_kernels.attention import NOWHERE, Pool, attend, served_pool
 
 HERE = pathlib.Path(__file__).parent
 STORAGES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
@@ -374,6 +374,13 @@ def test_a_name_that_cannot_serve_says_why():
     options = AttentionOptions(0.3, implementation="cpu")
     with pytest.raises(ValueError, match=r"'cpu' cannot serve: .* not float16; use 'chunked'"):
         attention(half, half, half, places, places, real, real, options)
+
+
+@pytest.mark.parametrize("pools", [[None], [None, None]])
+def test_keys_that_are_not_read_as_stored_go_through_xla(pools):
+    assert served_pool(pools, jnp.dtype("float32"), must=False) is None
+    with pytest.raises(ValueError, match=r"cannot serve: .* not kivi4, nor sinks"):
+        served_pool(pools, jnp.dtype("float32"), must=True)
 
 
 def test_under_checkify(stored_pools):
