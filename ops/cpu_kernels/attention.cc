@@ -77,7 +77,8 @@ ffi::Error TakePool(const ffi::AnyBuffer& keys, const ffi::AnyBuffer& key_scale,
   }
   const int64_t units = problem->units, heads = problem->kv_heads, size = problem->unit_size;
   const int64_t codes = problem->CodesPerHead();
-  if (values.element_type() != keys.element_type() ||
+  const bool halves = problem->storage == Storage::kInt4 && problem->head_dim % 2 != 0;
+  if (halves || values.element_type() != keys.element_type() ||
       !HasShape(keys, {units, heads, codes, size}) ||
       !HasShape(values, {units, heads, size, codes})) {
     return Wrong("attention: keys and values do not belong together");

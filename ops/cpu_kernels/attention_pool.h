@@ -23,14 +23,14 @@ struct Problem {
   int64_t units, unit_size, row_units, slots;                 // n, p, U, slots of a row
   Storage storage;
   bool bfloat16_queries;
-  const void* query;             // [B, T, N, H]
-  const char* keys;              // [n, K, H or H / 2, p]
-  const char* values;            // [n, K, p, H or H / 2]
-  const float* key_scale;        // [n, K, 1, p], or null
-  const float* value_scale;      // [n, K, p, 1], or null
-  const int32_t* row_unit;       // [B, U]
-  const int32_t* lengths;        // [B]
-  const int32_t* key_positions;  // [B, slots], or null where a slot is a position
+  const void* query;               // [B, T, N, H]
+  const char* keys;                // [n, K, H or H / 2, p]
+  const char* values;              // [n, K, p, H or H / 2]
+  const float* key_scale;          // [n, K, 1, p], or null
+  const float* value_scale;        // [n, K, p, 1], or null
+  const int32_t* row_unit;         // [B, U]
+  const int32_t* lengths;          // [B]
+  const int32_t* key_positions;    // [B, slots], or null where a slot is a position
   const int32_t* query_positions;  // [B, T]
   const bool* query_valid;         // [B, T]
   float scale, soft_cap;           // no soft cap: 0
@@ -166,21 +166,24 @@ class Reader {
     }
     const int64_t codes = problem.CodesPerHead(), size = problem.unit_size;
     const int64_t width = problem.Width(), bytes = problem.CodeBytes();
-    const int64_t key = (head * codes * size + in_unit) * bytes;
-    const int64_t value = (head * size + in_unit) * codes * bytes;
-    const int64_t later = start + at + kBlock < end_ ? Head(start + at + kBlock) : -1;
-    const int64_t ahead = (later - head) * codes * size * bytes;
+    // The same slots of the next block, to be fetched early.
+    const int64_t next_slot = start + at + kBlock, next_in_unit = next_slot % size;
+    const int64_t mapped = next_slot < end_ ? Head(next_slot) : -1;
+    const bool fetch = mapped >= 0;
+    const int64_t next_head = fetch ? mapped : head;
     if (!problem.DirectKeys()) {
-      const char* from = problem.keys + key;
+      const char* from = problem.keys + (head * codes * size + in_unit) * bytes;
+      const char* next = problem.keys + (next_head * codes * size + next_in_unit) * bytes;
       float* to = keys_ + at;
-      const Codes stored = {from, later < 0 ? nullptr : from + ahead, codes, run, size, to, kBlock};
+      const Codes stored = {from, fetch ? next : nullptr, codes, run, size, to, kBlock};
       ConvertStored(problem.storage, stored, to + codes * kBlock);
     }
-    const char* from = problem.values + value;
+    const char* from = problem.values + (head * size + in_unit) * codes * bytes;
     const float* row = reinterpret_cast<const float*>(from);
     if (!problem.DirectValues()) {
+      const char* next = problem.values + (next_head * size + next_in_unit) * codes * bytes;
       float* to = values_ + at * width;
-      const Codes stored = {from, later < 0 ? nullptr : from + ahead, run, codes, codes, to, width};
+      const Codes stored = {from, fetch ? next : nullptr, run, codes, codes, to, width};
       ConvertStored(problem.storage, stored, to + codes);
       row = to;
     }
