@@ -190,7 +190,9 @@ _AXES = {
     "safeguard": Flag(number, "X", "share of the budget that per_head leaves every head; 0.2"),
 }
 _IMPLEMENTATION = Flag(
-    _implementation, "NAME", "of attention: chunked or reference; the best one if not given"
+    _implementation,
+    "NAME",
+    "of attention: cpu (a C++ kernel), chunked or reference; the best one if not given",
 )
 _ONE_POINT: dict[str, Any] = {
     "placement": "paged",

@@ -5,7 +5,9 @@ heads per KV head, H head size, s keys a block.
 
 `attend_blocks` is the one online-softmax loop. Dense attention feeds it slices of an array, caches
 feed it their stored blocks, so all of them share its bits: keys arrive in blocks of one size,
-whatever lies underneath, and a wholly masked block leaves the state exactly as it was.
+whatever lies underneath, and a wholly masked block leaves the state exactly as it was. On CPU a
+kernel in C++ does the same straight from where keys and values are stored
+(`kvlab.ops.cpu_kernels`): bits differ from those of XLA, and agree among themselves as these do.
 
 Over 400 lines, half of them docstrings, because the formula and the loop that must equal it are
 read side by side.
@@ -20,7 +22,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-IMPLEMENTATIONS = ("reference", "chunked")
+from kvlab.ops.cpu_kernels import attention as cpu_kernel
+from kvlab.ops.cpu_kernels import library
+
+IMPLEMENTATIONS = ("reference", "chunked", "cpu")
 READ_BLOCK = 64  # keys a block
 QUERY_BLOCK = 256  # queries a block in dense attention: bounds the live scores, skips the future
 
@@ -55,21 +60,50 @@ class AttentionOptions:
             raise ValueError(f"window={self.window} given: a window holds at least 1 position")
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"soft_cap={self.soft_cap} given: it must be above 0, or None for off")
-        resolve_implementation(self.implementation)
+        check_implementation(self.implementation)
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises ValueError, with the legal names, unless an implementation is called so."""
+    if name is not None and name not in IMPLEMENTATIONS:
+        legal = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"implementation={name!r} is not known; legal values: {legal}")
 
 
 def resolve_implementation(name: str | None) -> str:
-    """The implementation that serves: `chunked` unless one is named.
+    """The implementation that serves; None is `cpu` where there is its kernel, else `chunked`.
+
+    Asked when attention is traced: the first time, this may compile the kernel.
 
     Raises:
-      ValueError: an unknown name; the message lists the legal ones.
+      ValueError: an unknown name, or `cpu` on another backend.
+      UnavailableError: `cpu`, and its kernel cannot be compiled.
     """
+    check_implementation(name)
+    backend = jax.default_backend()
     if name is None:
-        return "chunked"
-    if name not in IMPLEMENTATIONS:
-        legal = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation={name!r} is not known; legal values: {legal}")
+        return "cpu" if backend == "cpu" and library.available() else "chunked"
+    if name == "cpu":
+        if backend != "cpu":
+            raise ValueError(
+                f"implementation='cpu' needs the CPU backend, and this is {backend}; use 'chunked'"
+            )
+        library.load()
     return name
+
+
+def kernel_pool(
+    implementation: str | None, pools: Sequence[cpu_kernel.Pool | None], dtype: jnp.dtype
+) -> cpu_kernel.Pool | None:
+    """The pool that the CPU kernel is to read, or None where another implementation serves.
+
+    Raises:
+      ValueError: `cpu` is named, and its kernel cannot read this.
+      UnavailableError: as `resolve_implementation`.
+    """
+    if resolve_implementation(implementation) != "cpu":
+        return None
+    return cpu_kernel.served_pool(pools, dtype, must=implementation is not None)
 
 
 def attention_mask(
@@ -114,22 +148,43 @@ def attention(
       query_valid: [B, T] bool; the output is 0 where False.
       key_valid: [B, S] bool; False keys are never seen.
       options: scale, window, soft cap and implementation. `reference` builds all scores;
-        `chunked` has memory linear in S.
+        `chunked` and `cpu` have memory linear in S.
 
     Returns:
       [B, T, N, H] in the query's dtype.
 
     Raises:
-      ValueError: K does not divide N.
+      ValueError: K does not divide N, or the named implementation cannot serve.
+      UnavailableError: `cpu` is named, and there is no compiler.
     """
     check_heads(query.shape[2], key.shape[2])
-    if resolve_implementation(options.implementation) == "reference":
+    if options.implementation == "reference":
         mask = attention_mask(query_positions, key_positions, key_valid, options.window)
         # Padding can hold anything, NaN included: 0 x NaN must not reach the sum.
         value = jnp.where(key_valid[:, :, None, None], value, jnp.zeros((), value.dtype))
         return reference_attention(query, key, value, mask & query_valid[:, :, None], options)
+    dense = _dense_pool(key, value, key_positions, key_valid)
+    pool = kernel_pool(options.implementation, [dense], query.dtype)
+    if pool is not None:
+        fields = (options.scale, options.window, options.soft_cap)
+        return cpu_kernel.attend(query, query_positions, query_valid, pool, *fields)[0]
     return _chunked_attention(
         query, key, value, query_positions, key_positions, query_valid, key_valid, options
+    )
+
+
+def _dense_pool(
+    key: jax.Array, value: jax.Array, key_positions: jax.Array, key_valid: jax.Array
+) -> cpu_kernel.Pool:
+    """Dense arrays as a pool whose units are the sequences."""
+    batch = key.shape[0]
+    keys = _padded(key, READ_BLOCK).transpose(0, 2, 3, 1)  # [B, K, H, S]
+    values = _padded(value, READ_BLOCK).transpose(0, 2, 1, 3)  # [B, K, S, H]
+    units = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    lengths = jnp.full(batch, key.shape[1], jnp.int32)
+    positions = _padded(jnp.where(key_valid, key_positions, cpu_kernel.NOWHERE), READ_BLOCK)
+    return cpu_kernel.Pool(
+        {"codes": keys}, {"codes": values}, key.dtype.name, units, lengths, positions
     )
 
 
@@ -191,12 +246,15 @@ class Blocks:
       first: i32[], first block that a query may see.
       end: i32[], one past the last such block.
       count: blocks that there are at most.
+      pool: the same for kernels that read it where it lies; None where keys are not used as they
+        are stored.
     """
 
     read: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
     first: jax.Array
     end: jax.Array
     count: int
+    pool: cpu_kernel.Pool | None = None
 
 
 def attend_blocks(

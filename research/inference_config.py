@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig
-from kvlab.ops.attention import resolve_implementation
+from kvlab.ops.attention import check_implementation
 from kvlab.ops.rope import DynamicNTK
 from kvlab.ops.specs import CacheSpec, Paged, Recompute, Ring, assign_tables
 from kvlab.research.cache import Cache, init_cache
@@ -89,7 +89,7 @@ class InferenceConfig:
                 f"placement=recompute with chunk={self.chunk} and max_length={self.max_length}: "
                 f"every step computes the whole text; use chunk={self.max_length}"
             )
-        resolve_implementation(self.implementation)
+        check_implementation(self.implementation)
 
     @property
     def layer_specs(self) -> tuple[CacheSpec, ...]:

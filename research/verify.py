@@ -370,7 +370,7 @@ def large_page(reference: int) -> Property:
         other = dataclasses.replace(variant, placements=(Paged(reference),))
         return _bounded(bench, variant, bench.base(other).seen, f"pages of {reference} tokens")
 
-    why = "a page above the read block is read whole: other blocks, another order of sums"
+    why = "XLA reads a page above the read block whole: other blocks, another order of sums"
     return Property("large page", measure, why)
 
 

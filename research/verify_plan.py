@@ -14,13 +14,13 @@ OTHER_CHUNK = altered("chunk", f"chunk 48 against {CHUNK}", _SHAPES, chunk=48)
 OTHER_SLOTS = altered("slots", f"1 slot against {SLOTS}", _SHAPES, slots=1)
 OTHER_IMPLEMENTATION = altered(
     "implementation",
-    "reference against chunked",
+    "reference against the default",
     "all scores at once sum in another order than blocks of them",
     implementation="reference",
 )
 OTHER_SHAPE = altered(
     "shape",
-    f"chunk 48, 1 slot and reference against {CHUNK}, {SLOTS} and chunked",
+    f"chunk 48, 1 slot and reference against {CHUNK}, {SLOTS} and the default",
     f"{_SHAPES}; an ulp can move a rounding",
     chunk=48,
     slots=1,
@@ -28,7 +28,7 @@ OTHER_SHAPE = altered(
 )
 KIVI_SHAPE = altered(
     "shape",
-    f"chunk 48, 1 slot and reference against {CHUNK}, {SLOTS} and chunked",
+    f"chunk 48, 1 slot and reference against {CHUNK}, {SLOTS} and the default",
     "queries of a larger chunk see more tokens in full precision",
     chunk=48,
     slots=1,
@@ -36,7 +36,7 @@ KIVI_SHAPE = altered(
 )
 CHOICE_SHAPE = altered(
     "shape",
-    f"chunk 48, 1 slot and reference against {CHUNK}, {SLOTS} and chunked",
+    f"chunk 48, 1 slot and reference against {CHUNK}, {SLOTS} and the default",
     f"{_SHAPES}; an ulp can decide which of two tokens stays",
     chunk=48,
     slots=1,
@@ -44,7 +44,7 @@ CHOICE_SHAPE = altered(
 )
 EXACT_SHAPE = altered(
     "shape",
-    f"chunk 48, 1 slot and reference against {CHUNK}, {SLOTS} and chunked",
+    f"chunk 48, 1 slot and reference against {CHUNK}, {SLOTS} and the default",
     _SHAPES,
     chunk=48,
     slots=1,

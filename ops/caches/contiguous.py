@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from kvlab.ops.attention import READ_BLOCK, Blocks, block_range
 from kvlab.ops.caches.protocol import ReadStored, Step, Table
 from kvlab.ops.caches.token_slots import TokenSlots
+from kvlab.ops.cpu_kernels.attention import NOWHERE
 from kvlab.ops.specs import Kivi4
 from kvlab.ops.storage import Stored, decode
 
@@ -46,6 +47,11 @@ class ContiguousCache(TokenSlots):
         del table
         row = jnp.minimum(step.rows, self.num_units)[:, None]
         return jnp.where(step.write, row * self.capacity + indices % self.capacity, self.num_slots)
+
+    def units(self, step: Step, table: Table) -> jax.Array:
+        """One row; see `TokenSlots.units`."""
+        del table
+        return step.rows[:, None]
 
     def reader(self, step: Step, table: Table) -> tuple[ReadStored, int, int]:
         """Slices of the rows; see `TokenSlots.reader`."""
@@ -92,8 +98,18 @@ class ContiguousCache(TokenSlots):
 
         if wraps:
             end = jnp.minimum((jnp.max(lengths) + size - 1) // size, count)
-            return Blocks(read, jnp.zeros_like(end), end, count)
-        return Blocks(read, *block_range(step.positions, step.valid, window, size), count)
+            seen = jnp.zeros_like(end), end
+        else:
+            seen = block_range(step.positions, step.valid, window, size)
+        pool = None
+        if first_position is None:
+            positions = None
+            if wraps:
+                slots = jnp.arange(self.capacity, dtype=jnp.int32)[None]
+                positions = newest - (newest - slots) % self.capacity
+                positions = jnp.where(positions >= 0, positions, NOWHERE)
+            pool = self.pool(step, table, jnp.minimum(lengths, self.capacity), positions)
+        return Blocks(read, *seen, count, pool)
 
     def note(self, name: str, step: Step, table: Table) -> jax.Array:
         """See `TokenSlots.note`."""

@@ -129,7 +129,11 @@ class EvictingCache:
             return keys, decode(value, storage, 3), positions, stored
 
         end = (jnp.max(table.lengths) + size - 1) // size
-        return Blocks(read, jnp.zeros_like(end), end, count)
+        pool = None
+        if self.policy.placed_sinks is None:
+            positions = self.inner.note("position", step, table.table)
+            pool = self.inner.pool(step, table.table, table.lengths, positions)
+        return Blocks(read, jnp.zeros_like(end), end, count, pool)
 
     def _sink_turner(
         self, step: Step, table: EvictingTable

@@ -1,8 +1,8 @@
 """The paged cache: one pool of pages for all sequences, mapped by a `PageTable`.
 
-A page is a unit of p token slots. Keys and values are read in blocks of the read block or of one
+A page is a unit of p token slots. XLA reads keys and values in blocks of the read block or of one
 page, whichever is larger, and never of a smaller page: so every page size that divides the read
-block gives the same bits.
+block gives the same bits. The kernel for CPU reads blocks of one size whatever the page.
 """
 
 import dataclasses
@@ -31,6 +31,11 @@ class PagedCache(TokenSlots):
     def slots(self, step: Step, table: Table, indices: jax.Array) -> jax.Array:
         """Page times p plus offset; see `TokenSlots.slots`."""
         return jnp.where(step.write, _paged(table).flat_slots(indices), self.num_slots)
+
+    def units(self, step: Step, table: Table) -> jax.Array:
+        """The mapped pages; see `TokenSlots.units`."""
+        del step
+        return _paged(table).page_indices
 
     def reader(self, step: Step, table: Table) -> tuple[ReadStored, int, int]:
         """Pages side by side; see `TokenSlots.reader`."""
@@ -66,7 +71,8 @@ class PagedCache(TokenSlots):
             positions = jnp.broadcast_to(slots, stored.shape)
             return decode(key, self.storage, 2), decode(value, self.storage, 3), positions, stored
 
-        return Blocks(read, *block_range(step.positions, step.valid, window, size), count)
+        seen = block_range(step.positions, step.valid, window, size)
+        return Blocks(read, *seen, count, self.pool(step, table, lengths))
 
     def note(self, name: str, step: Step, table: Table) -> jax.Array:
         """See `TokenSlots.note`."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from kvlab.ops import attention
 from kvlab.ops.attention import AttentionOptions, Blocks
 from kvlab.ops.caches.protocol import Step, Table
+from kvlab.ops.cpu_kernels import attention as cpu_kernel
 
 
 def written_indices(step: Step, table: Table) -> jax.Array:
@@ -46,11 +47,20 @@ def attend_stored(
     Returns:
       The output [B, T, N, H] in the query's dtype, and each query's logarithm of the normaliser
       [B, K, G, T] float32.
+
+    Raises:
+      ValueError: the named implementation cannot serve.
+      UnavailableError: `cpu` is named, and there is no compiler.
     """
+    pools = [source.pool for source in sources]
+    pool = attention.kernel_pool(options.implementation, pools, query.dtype)
+    if pool is not None:
+        fields = (options.scale, options.window, options.soft_cap)
+        return cpu_kernel.attend(query, step.positions, step.valid, pool, *fields)
     output, log_normaliser = attention.attend_blocks(
         query, step.positions, step.valid, num_kv_heads, sources, options
     )
-    if attention.resolve_implementation(options.implementation) == "reference":
+    if options.implementation == "reference":
         keys, values, positions, stored = gather_blocks(sources)
         mask = attention.attention_mask(step.positions, positions, stored, options.window)
         values = jnp.where(stored[:, :, None, None], values, jnp.zeros((), values.dtype))

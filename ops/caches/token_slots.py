@@ -16,6 +16,7 @@ import jax
 from kvlab.ops.attention import AttentionOptions, Blocks
 from kvlab.ops.caches.protocol import ReadStored, Step, Table, array_bytes
 from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
+from kvlab.ops.cpu_kernels.attention import Pool
 from kvlab.ops.specs import Kivi4
 from kvlab.ops.storage import Stored, empty_keys, empty_values, encode, values_in_a_byte
 
@@ -93,6 +94,29 @@ class TokenSlots:
           values [B, K, s, H]; keys a block (s); and blocks there are.
         """
         raise NotImplementedError
+
+    def units(self, step: Step, table: Table) -> jax.Array:
+        """Units of each of the step's rows, in order, i32[B, U]; out of range for none."""
+        raise NotImplementedError
+
+    def pool(
+        self,
+        step: Step,
+        table: Table,
+        lengths: jax.Array,
+        positions: jax.Array | None = None,
+    ) -> Pool:
+        """The step's rows as kernels read them.
+
+        Args:
+          step: the tokens' places.
+          table: the step's rows of the layer's table.
+          lengths: i32[B], slots of each row that hold tokens.
+          positions: i32[B, S], of the tokens in the slots, `NOWHERE` for none; None where slots lie
+            in the order of the text.
+        """
+        units = self.units(step, table)
+        return Pool(self.key, self.value, self.storage, units, lengths, positions)
 
     def blocks(self, step: Step, table: Table, lengths: jax.Array, window: int | None) -> Blocks:
         """The step's rows as attention reads them, tokens in the order of the text.

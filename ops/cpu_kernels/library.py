@@ -28,7 +28,7 @@ _FLAGS = (
     "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math "
     "-fvisibility=hidden -fPIC -shared -pthread -Wall -Wextra -Werror=vla"
 )
-TARGETS: dict[str, str] = {}
+TARGETS: dict[str, str] = {"kvlab_attention": "KvlabAttention"}
 """Names of FFI targets, and the symbols of the library that serve them."""
 
 
@@ -95,7 +95,7 @@ def _compiled() -> pathlib.Path:
     path = cache_folder() / "cpu_kernels" / f"{digest.hexdigest()[:24]}.so"
     if path.exists():
         return path
-    include = f"-I{jax.ffi.include_dir()}"
+    include = f"-isystem{jax.ffi.include_dir()}"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Into a file of its own, then renamed: two processes may compile at once.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

@@ -26,6 +26,7 @@ inline Floats Load(const float* from) {
 
 inline void Store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof vector); }
 
-inline Floats Broadcast(float value) { return Floats{} + value; }
+// Less 0, which changes no number and costs nothing; plus 0 would turn -0 into 0, and cost an add.
+inline Floats Broadcast(float value) { return value - Floats{}; }
 
 }  // namespace kvlab

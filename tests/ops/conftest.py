@@ -1,5 +1,9 @@
 """Attention as its formula, one query at a time: what every implementation is held against."""
 
+import importlib.util
+import pathlib
+import sys
+import types
 from collections.abc import Callable
 
 import numpy as np
@@ -48,3 +52,15 @@ def _attention(
 def numpy_attention() -> Callable[..., np.ndarray]:
     """`kvlab.ops.attention.attention` in NumPy; options are keywords."""
     return _attention
+
+
+@pytest.fixture(scope="session")
+def stored_pools() -> types.ModuleType:
+    """tests/ops/stored_pools.py: pools of keys and values for kernels that read them in place."""
+    path = pathlib.Path(__file__).parent / "stored_pools.py"
+    spec = importlib.util.spec_from_file_location("kvlab_stored_pools", path)
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up by name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
