@@ -1,0 +1,150 @@
+// How weights lie in panels, and how a panel is read: one vector of kLanes columns for each k.
+//
+// All formats mean float32 numbers: reading gives round(value * scale), the same wherever it is
+// done, so a product over quantised weights has the bits of one over the numbers they stand for.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+namespace kvlab {
+
+constexpr int64_t kGroup = 32;          // values along k that share a scale
+constexpr int64_t kPrefetchBytes = 2048;  // how far ahead of its reads a panel is fetched
+
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+typedef uint8_t UBytes __attribute__((vector_size(kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef uint32_t UInts __attribute__((vector_size(kVectorBytes)));
+
+template <typename Vector>
+inline Vector LoadAs(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <typename To, typename From>
+inline To Bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// [k, kLanes] float32.
+struct Float32Panel {
+  static constexpr int64_t kStep = 1;  // values along k that one Read gives
+
+  Float32Panel() = default;
+  Float32Panel(const void* panels, const void*, int64_t k, int64_t panel)
+      : values_(static_cast<const float*>(panels) + panel * k * kLanes) {}
+  // A part of a panel, from k = origin on.
+  Float32Panel(const Floats* values, int64_t origin)
+      : values_(reinterpret_cast<const float*>(values)), origin_(origin) {}
+
+  void Begin(int64_t) {}
+  void Read(int64_t k, Floats (&out)[kStep]) const {
+    const float* from = values_ + (k - origin_) * kLanes;
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes);
+    out[0] = Load(from);
+  }
+
+ private:
+  const float* values_ = nullptr;
+  int64_t origin_ = 0;
+};
+
+// [ceil(k / 2), kLanes, 2] bfloat16: two values along k lie side by side, as dot instructions
+// want them; the first is the low half of a 32-bit word.
+struct BFloat16Panel {
+  static constexpr int64_t kStep = 2;
+
+  BFloat16Panel() = default;
+  BFloat16Panel(const void* panels, const void*, int64_t k, int64_t panel)
+      : values_(static_cast<const uint32_t*>(panels) + panel * ((k + 1) / 2) * kLanes) {}
+
+  void Begin(int64_t) {}
+  UInts Pairs(int64_t k) const {
+    const uint32_t* from = values_ + k / 2 * kLanes;
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes);
+    return LoadAs<UInts>(from);
+  }
+  void Read(int64_t k, Floats (&out)[kStep]) const {
+    const UInts pairs = Pairs(k);
+    out[0] = Bits<Floats>(pairs << 16);
+    out[1] = Bits<Floats>(pairs & 0xffff0000u);
+  }
+
+ private:
+  const uint32_t* values_ = nullptr;
+};
+
+// Scales [ceil(k / kGroup), kLanes] bfloat16 of a quantised panel.
+class Scales {
+ public:
+  Scales() = default;
+  Scales(const void* scales, int64_t k, int64_t panel)
+      : scales_(static_cast<const uint16_t*>(scales) + panel * ((k + kGroup - 1) / kGroup) * kLanes) {}
+  Floats At(int64_t k) const {
+    const Halves halves = LoadAs<Halves>(scales_ + k / kGroup * kLanes);
+    return Bits<Floats>(__builtin_convertvector(halves, UInts) << 16);
+  }
+
+ private:
+  const uint16_t* scales_ = nullptr;
+};
+
+// [ceil(k / kGroup) * kGroup, kLanes] int8.
+struct Int8Panel {
+  static constexpr int64_t kStep = 1;
+
+  Int8Panel() = default;
+  Int8Panel(const void* panels, const void* scales, int64_t k, int64_t panel)
+      : scales_(scales, k, panel),
+        values_(static_cast<const int8_t*>(panels) +
+                panel * ((k + kGroup - 1) / kGroup * kGroup) * kLanes) {}
+
+  void Begin(int64_t k) { scale_ = scales_.At(k); }
+  void Read(int64_t k, Floats (&out)[kStep]) const {
+    const int8_t* from = values_ + k * kLanes;
+    __builtin_prefetch(from + kPrefetchBytes);
+    const Ints wide = __builtin_convertvector(LoadAs<Bytes>(from), Ints);
+    out[0] = __builtin_convertvector(wide, Floats) * scale_;
+  }
+
+ private:
+  Scales scales_;
+  const int8_t* values_ = nullptr;
+  Floats scale_{};
+};
+
+// [ceil(k / kGroup) * kGroup / 2, kLanes] uint8, two values along k in each, the first in the low
+// half; 8 stands for 0.
+struct Int4Panel {
+  static constexpr int64_t kStep = 2;
+
+  Int4Panel() = default;
+  Int4Panel(const void* panels, const void* scales, int64_t k, int64_t panel)
+      : scales_(scales, k, panel),
+        values_(static_cast<const uint8_t*>(panels) +
+                panel * ((k + kGroup - 1) / kGroup * (kGroup / 2)) * kLanes) {}
+
+  void Begin(int64_t k) { scale_ = scales_.At(k); }
+  void Read(int64_t k, Floats (&out)[kStep]) const {
+    const uint8_t* from = values_ + k / 2 * kLanes;
+    __builtin_prefetch(from + kPrefetchBytes);
+    const Ints both = __builtin_convertvector(LoadAs<UBytes>(from), Ints);
+    out[0] = __builtin_convertvector((both & 15) - 8, Floats) * scale_;
+    out[1] = __builtin_convertvector((both >> 4) - 8, Floats) * scale_;
+  }
+
+ private:
+  Scales scales_;
+  const uint8_t* values_ = nullptr;
+  Floats scale_{};
+};
+
+}  // namespace kvlab
