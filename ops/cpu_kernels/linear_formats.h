@@ -7,15 +7,17 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "vectors.h"
 
 namespace kvlab {
 
 constexpr int64_t kGroup = 32;          // values along k that share a scale
-constexpr int64_t kPrefetchBytes = 2048;  // how far ahead of its reads a panel is fetched
+constexpr int64_t kPrefetchBytes = 4096;  // how far ahead of its reads a panel is fetched
 
-typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-typedef uint8_t UBytes __attribute__((vector_size(kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 typedef uint32_t UInts __attribute__((vector_size(kVectorBytes)));
 
@@ -26,6 +28,13 @@ inline Vector LoadAs(const void* from) {
   return vector;
 }
 
+template <int64_t kBytes>
+inline void PrefetchAhead(const void* from) {
+  const char* ahead = static_cast<const char*>(from) + kPrefetchBytes;
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead + i);
+}
+
 template <typename To, typename From>
 inline To Bits(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -33,6 +42,36 @@ inline To Bits(From from) {
   std::memcpy(&to, &from, sizeof to);
   return to;
 }
+
+// kLanes integers as 32 bits; g++ 12 takes __builtin_convertvector of bytes apart, so not by that.
+#if defined(__AVX512F__)
+inline Ints Widen(const int8_t* from) {
+  return Bits<Ints>(_mm512_cvtepi8_epi32(LoadAs<__m128i>(from)));
+}
+inline Ints Widen(const uint8_t* from) {
+  return Bits<Ints>(_mm512_cvtepu8_epi32(LoadAs<__m128i>(from)));
+}
+inline Ints Widen(const uint16_t* from) {
+  return Bits<Ints>(_mm512_cvtepu16_epi32(LoadAs<__m256i>(from)));
+}
+#elif defined(__AVX2__)
+inline Ints Widen(const int8_t* from) {
+  return Bits<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+inline Ints Widen(const uint8_t* from) {
+  return Bits<Ints>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+inline Ints Widen(const uint16_t* from) {
+  return Bits<Ints>(_mm256_cvtepu16_epi32(LoadAs<__m128i>(from)));
+}
+#else
+template <typename Integer>
+inline Ints Widen(const Integer* from) {
+  Ints wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = from[i];
+  return wide;
+}
+#endif
 
 // [k, kLanes] float32.
 struct Float32Panel {
@@ -48,7 +87,7 @@ struct Float32Panel {
   void Begin(int64_t) {}
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const float* from = values_ + (k - origin_) * kLanes;
-    __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes);
+    PrefetchAhead<kVectorBytes>(from);
     out[0] = Load(from);
   }
 
@@ -69,7 +108,7 @@ struct BFloat16Panel {
   void Begin(int64_t) {}
   UInts Pairs(int64_t k) const {
     const uint32_t* from = values_ + k / 2 * kLanes;
-    __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes);
+    PrefetchAhead<kVectorBytes>(from);
     return LoadAs<UInts>(from);
   }
   void Read(int64_t k, Floats (&out)[kStep]) const {
@@ -89,8 +128,7 @@ class Scales {
   Scales(const void* scales, int64_t k, int64_t panel)
       : scales_(static_cast<const uint16_t*>(scales) + panel * ((k + kGroup - 1) / kGroup) * kLanes) {}
   Floats At(int64_t k) const {
-    const Halves halves = LoadAs<Halves>(scales_ + k / kGroup * kLanes);
-    return Bits<Floats>(__builtin_convertvector(halves, UInts) << 16);
+    return Bits<Floats>(Widen(scales_ + k / kGroup * kLanes) << 16);
   }
 
  private:
@@ -107,12 +145,13 @@ struct Int8Panel {
         values_(static_cast<const int8_t*>(panels) +
                 panel * ((k + kGroup - 1) / kGroup * kGroup) * kLanes) {}
 
-  void Begin(int64_t k) { scale_ = scales_.At(k); }
+  void Begin(int64_t k) {
+    scale_ = scales_.At(k);
+    PrefetchAhead<kGroup * kLanes>(values_ + k * kLanes);
+  }
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const int8_t* from = values_ + k * kLanes;
-    __builtin_prefetch(from + kPrefetchBytes);
-    const Ints wide = __builtin_convertvector(LoadAs<Bytes>(from), Ints);
-    out[0] = __builtin_convertvector(wide, Floats) * scale_;
+    out[0] = __builtin_convertvector(Widen(from), Floats) * scale_;
   }
 
  private:
@@ -132,11 +171,13 @@ struct Int4Panel {
         values_(static_cast<const uint8_t*>(panels) +
                 panel * ((k + kGroup - 1) / kGroup * (kGroup / 2)) * kLanes) {}
 
-  void Begin(int64_t k) { scale_ = scales_.At(k); }
+  void Begin(int64_t k) {
+    scale_ = scales_.At(k);
+    PrefetchAhead<kGroup / 2 * kLanes>(values_ + k / 2 * kLanes);
+  }
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const uint8_t* from = values_ + k / 2 * kLanes;
-    __builtin_prefetch(from + kPrefetchBytes);
-    const Ints both = __builtin_convertvector(LoadAs<UBytes>(from), Ints);
+    const Ints both = Widen(from);
     out[0] = __builtin_convertvector((both & 15) - 8, Floats) * scale_;
     out[1] = __builtin_convertvector((both >> 4) - 8, Floats) * scale_;
   }

@@ -26,6 +26,6 @@ inline Floats Load(const float* from) {
 
 inline void Store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof vector); }
 
-inline Floats Broadcast(float value) { return Floats{} + value; }
+inline Floats Broadcast(float value) { return value - Floats{}; }  // value + 0 would lose -0
 
 }  // namespace kvlab
