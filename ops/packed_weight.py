@@ -76,7 +76,9 @@ class PackedWeight:
         return values[..., : self.shape[0]]
 
 
-def pack(weight: jax.Array, weight_format: str, implementation: str | None = None) -> PackedWeight:
+def pack(
+    weight: jax.Array | np.ndarray, weight_format: str, implementation: str | None = None
+) -> PackedWeight:
     """Packs a weight, on the host.
 
     int8 values are -127 to 127, int4 values -8 to 7; both are symmetric about 0 with one scale for
