@@ -36,7 +36,7 @@ ROUNDS = 5
 
 @jax.jit
 def products(x, weights):
-    """x times each weight."""
+    """Multiplies x by each weight."""
     return [linear(x, weight) for weight in weights]
 
 
@@ -99,7 +99,8 @@ def main() -> None:
                 )
     for (m, name), lines in totals.items():
         median, limit = map(sum, zip(*lines, strict=True))
-        print(f"all            m {m:4} {name:9} {median:8.2f} ms, limit {limit:.2f}, {limit / median:.0%}")
+        shares = f"limit {limit:.2f}, {limit / median:.0%}"
+        print(f"{'all':14} m {m:4} {name:9} {median:8.2f} ms, {shares}")
 
 
 if __name__ == "__main__":

@@ -154,8 +154,10 @@ def _int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     first = np.clip(np.rint(grouped * _inverse(furthest / -8)[:, :, None]), -8, 7)
     squares = (first * first).sum(axis=2)
     fitted = (grouped * first).sum(axis=2) / np.where(squares == 0, 1, squares)
-    pairs = (first.astype(np.int8) + _INT4_ZERO).astype(np.uint8).reshape(
-        values.shape[0], -1, 2, values.shape[2]
+    pairs = (
+        (first.astype(np.int8) + _INT4_ZERO)
+        .astype(np.uint8)
+        .reshape(values.shape[0], -1, 2, values.shape[2])
     )
     return pairs[:, :, 0] | pairs[:, :, 1] << 4, fitted.astype(ml_dtypes.bfloat16)
 

@@ -36,8 +36,8 @@ class InferenceConfig:
       weights: format of the weights; None is as loaded (`kvlab.models.packing`).
 
     Raises:
-      ValueError: a size below 1, an unknown format of weights, a `max_length` or a page past the model's context,
-        another number of specs than layers, an impossible combination of specs.
+      ValueError: a size below 1, a `max_length` or a page past the model's context, another number
+        of specs than layers, an impossible combination of specs, an unknown format of weights.
     """
 
     model: DecoderConfig
