@@ -33,11 +33,13 @@ class PackedWeight:
 
     Attributes:
       panels: as above.
-      scales: [P, J, L] bfloat16, of quantised values; [0] for the others.
+      scales: [P, J, L] float16, of quantised values; [0] for the others.
       shape: (D_in, D_out), static.
       format: one of `FORMATS`, static.
       implementation: of the product, static: `cpu` is kvlab's own kernel, `xla` is not.
     """
+
+    __no_type_check__ = True  # as in PageTable
 
     panels: jax.Array
     scales: jax.Array
@@ -100,7 +102,7 @@ def pack(
         implementation = best_implementation()
     lanes = library.load().KvlabLanes() if implementation == "cpu" else _LANES
     length, count = weight.shape
-    scales = np.zeros(0, ml_dtypes.bfloat16)
+    scales = np.zeros(0, np.float16)
     if weight_format in ("int8", "int4"):
         values = _panels(np.asarray(weight, np.float32), lanes, GROUP)
         panels, scales = (_int8 if weight_format == "int8" else _int4)(values)
@@ -110,8 +112,9 @@ def pack(
         panels = np.ascontiguousarray(pairs.transpose(0, 1, 3, 2))
     else:
         panels = _panels(np.asarray(weight, np.float32), lanes, 1)
-    arrays = jax.device_put((panels, scales))
-    return PackedWeight(*arrays, (length, count), weight_format, implementation)
+    on_device, scales_on_device = jax.device_put((panels, scales))
+    shape = (length, count)
+    return PackedWeight(on_device, scales_on_device, shape, weight_format, implementation)
 
 
 def best_implementation() -> str:
@@ -135,11 +138,10 @@ def _panels(weight: np.ndarray, lanes: int, multiple: int) -> np.ndarray:
 def _int8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Panels [P, J * GROUP, L] float32 to int8 and scales."""
     grouped = _grouped(values)
-    largest = np.abs(grouped).max(axis=2)
-    # Rounded up, so that the largest value stays within 127.
-    bits = (largest / np.float32(_INT8_LARGEST)).view(np.uint32)
-    scales = ((bits + 0xFFFF) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+    scales = (np.abs(grouped).max(axis=2) / np.float32(_INT8_LARGEST)).astype(np.float16)
     rounded = np.rint(grouped * _inverse(scales)[:, :, None])
+    # A scale among the least of float16 may lie well below what its group asks for.
+    rounded = rounded.clip(-_INT8_LARGEST, _INT8_LARGEST)
     return rounded.astype(np.int8).reshape(values.shape), scales
 
 
@@ -159,7 +161,7 @@ def _int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         .astype(np.uint8)
         .reshape(values.shape[0], -1, 2, values.shape[2])
     )
-    return pairs[:, :, 0] | pairs[:, :, 1] << 4, fitted.astype(ml_dtypes.bfloat16)
+    return pairs[:, :, 0] | pairs[:, :, 1] << 4, fitted.astype(np.float16)
 
 
 def _grouped(values: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -51,18 +51,12 @@ inline Ints Widen(const int8_t* from) {
 inline Ints Widen(const uint8_t* from) {
   return Bits<Ints>(_mm512_cvtepu8_epi32(LoadAs<__m128i>(from)));
 }
-inline Ints Widen(const uint16_t* from) {
-  return Bits<Ints>(_mm512_cvtepu16_epi32(LoadAs<__m256i>(from)));
-}
 #elif defined(__AVX2__)
 inline Ints Widen(const int8_t* from) {
   return Bits<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
 inline Ints Widen(const uint8_t* from) {
   return Bits<Ints>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-}
-inline Ints Widen(const uint16_t* from) {
-  return Bits<Ints>(_mm256_cvtepu16_epi32(LoadAs<__m128i>(from)));
 }
 #else
 template <typename Integer>
@@ -72,6 +66,18 @@ inline Ints Widen(const Integer* from) {
   return wide;
 }
 #endif
+
+inline Floats FromFloat16(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return Bits<Floats>(_mm512_cvtph_ps(LoadAs<__m256i>(from)));
+#elif defined(__AVX__) && defined(__F16C__)
+  return Bits<Floats>(_mm256_cvtph_ps(LoadAs<__m128i>(from)));
+#else
+  Floats wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = LoadAs<_Float16>(from + i);
+  return wide;
+#endif
+}
 
 // [k, kLanes] float32.
 struct Float32Panel {
@@ -121,15 +127,13 @@ struct BFloat16Panel {
   const uint32_t* values_ = nullptr;
 };
 
-// Scales [ceil(k / kGroup), kLanes] bfloat16 of a quantised panel.
+// Scales [ceil(k / kGroup), kLanes] float16 of a quantised panel.
 class Scales {
  public:
   Scales() = default;
   Scales(const void* scales, int64_t k, int64_t panel)
       : scales_(static_cast<const uint16_t*>(scales) + panel * ((k + kGroup - 1) / kGroup) * kLanes) {}
-  Floats At(int64_t k) const {
-    return Bits<Floats>(Widen(scales_ + k / kGroup * kLanes) << 16);
-  }
+  Floats At(int64_t k) const { return FromFloat16(scales_ + k / kGroup * kLanes); }
 
  private:
   const uint16_t* scales_ = nullptr;
