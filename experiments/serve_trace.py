@@ -28,6 +28,7 @@ def _positive(written: str) -> float:
 FLAGS = command_flags(
     "model",
     "seed",
+    "weights",
     axes=MANY,
     out="the run folder; runs/NAME-HASH if not given",
     workload=Flag(
@@ -87,6 +88,7 @@ def main(argv: list[str]) -> int:
         skip_bad_rows=FLAGS.skip_bad_rows,
         check=FLAGS.check,
         seed=FLAGS.seed,
+        weights=FLAGS.weights,
     )
     study.workload_in_time()  # before the model is loaded and anything is written
     model = load_model(study.model)

@@ -56,6 +56,7 @@ class ServeStudy:
       skip_bad_rows: leaves malformed rows of a trace out, and counts them.
       check: so many answers are generated again alone, in the same configuration, and compared.
       seed: of lengths, arrivals and prompts.
+      weights: format of the weights; None is as loaded.
     """
 
     model: str
@@ -77,12 +78,15 @@ class ServeStudy:
     skip_bad_rows: bool
     check: int
     seed: int
+    weights: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """What all points share, as their rows name it."""
         values = dataclasses.asdict(self)
         for name in ("caches", "seed"):
             del values[name]
+        if self.weights is None:
+            del values["weights"]
         return values
 
     def to_json(self) -> dict[str, Any]:
@@ -158,6 +162,7 @@ def budgeted_config(study: ServeStudy, model: Model, cache: CacheSpec) -> Infere
             chunk=study.chunk,
             num_pages=count if paged else None,
             decode_steps=study.decode_steps,
+            weights=study.weights,
         )
 
     one, two = (jax.eval_shape(config(count).init_cache).nbytes() for count in (1, 2))
