@@ -30,7 +30,7 @@ SHAPES = {  # [D_in, D_out] and how many of it the model has
     "down": (1536, 576, 30),
     "head": (576, 49152, 1),
 }
-SECONDS = 0.3  # for one way of a row, at least
+SECONDS = 0.5  # for one way of a row, at least
 ROUNDS = 5
 
 

@@ -215,8 +215,13 @@ void RunItem(const Problem& p, int64_t panel, int64_t first, int64_t last) {
   const int64_t first_row = p.FirstRow(first);
   for (int64_t begin = 0; begin < end_k; begin += block) {
     const int64_t end = std::min(begin + block, end_k);
-    const auto run = [&](const auto& tiles, const auto* weights) {
+    const auto run = [&](const auto& tiles, auto* weights) {
       for (int64_t tile = first; tile < last; ++tile) {
+        if constexpr (!Kernel::kUnpacks) {
+          // Later tiles find the block in the cache, and fetch the next one meanwhile.
+          const int64_t ahead = tile == first ? kPrefetchBytes : block * Panel::kBytes;
+          for (int c = 0; c < C; ++c) weights[c].FetchAhead(ahead);
+        }
         const int64_t row = p.FirstRow(tile);
         const uint32_t* x = p.packed + row * (Kernel::kPairs ? p.even_k() / 2 : p.even_k());
         tiles[p.Rows(tile) - 1](weights, x, begin, end, totals + (row - first_row) * C);

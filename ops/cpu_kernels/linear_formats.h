@@ -29,8 +29,8 @@ inline Vector LoadAs(const void* from) {
 }
 
 template <int64_t kBytes>
-inline void PrefetchAhead(const void* from) {
-  const char* ahead = static_cast<const char*>(from) + kPrefetchBytes;
+inline void Prefetch(const void* from, int64_t distance = kPrefetchBytes) {
+  const char* ahead = static_cast<const char*>(from) + distance;
 #pragma GCC unroll 8
   for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead + i);
 }
@@ -82,6 +82,7 @@ inline Floats FromFloat16(const uint16_t* from) {
 // [k, kLanes] float32.
 struct Float32Panel {
   static constexpr int64_t kStep = 1;  // values along k that one Read gives
+  static constexpr int64_t kBytes = kVectorBytes;  // of each k
 
   Float32Panel() = default;
   Float32Panel(const void* panels, const void*, int64_t k, int64_t panel)
@@ -91,30 +92,34 @@ struct Float32Panel {
       : values_(reinterpret_cast<const float*>(values)), origin_(origin) {}
 
   void Begin(int64_t) {}
+  void FetchAhead(int64_t bytes) { ahead_ = bytes; }
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const float* from = values_ + (k - origin_) * kLanes;
-    PrefetchAhead<kVectorBytes>(from);
+    Prefetch<kVectorBytes>(from, ahead_);
     out[0] = Load(from);
   }
 
  private:
   const float* values_ = nullptr;
   int64_t origin_ = 0;
+  int64_t ahead_ = kPrefetchBytes;
 };
 
 // [ceil(k / 2), kLanes, 2] bfloat16: two values along k lie side by side, as dot instructions
 // want them; the first is the low half of a 32-bit word.
 struct BFloat16Panel {
   static constexpr int64_t kStep = 2;
+  static constexpr int64_t kBytes = kVectorBytes / 2;
 
   BFloat16Panel() = default;
   BFloat16Panel(const void* panels, const void*, int64_t k, int64_t panel)
       : values_(static_cast<const uint32_t*>(panels) + panel * ((k + 1) / 2) * kLanes) {}
 
   void Begin(int64_t) {}
+  void FetchAhead(int64_t bytes) { ahead_ = bytes; }
   UInts Pairs(int64_t k) const {
     const uint32_t* from = values_ + k / 2 * kLanes;
-    PrefetchAhead<kVectorBytes>(from);
+    Prefetch<kVectorBytes>(from, ahead_);
     return LoadAs<UInts>(from);
   }
   void Read(int64_t k, Floats (&out)[kStep]) const {
@@ -125,6 +130,7 @@ struct BFloat16Panel {
 
  private:
   const uint32_t* values_ = nullptr;
+  int64_t ahead_ = kPrefetchBytes;
 };
 
 // Scales [ceil(k / kGroup), kLanes] float16 of a quantised panel.
@@ -151,7 +157,7 @@ struct Int8Panel {
 
   void Begin(int64_t k) {
     scale_ = scales_.At(k);
-    PrefetchAhead<kGroup * kLanes>(values_ + k * kLanes);
+    Prefetch<kGroup * kLanes>(values_ + k * kLanes);
   }
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const int8_t* from = values_ + k * kLanes;
@@ -177,7 +183,7 @@ struct Int4Panel {
 
   void Begin(int64_t k) {
     scale_ = scales_.At(k);
-    PrefetchAhead<kGroup / 2 * kLanes>(values_ + k / 2 * kLanes);
+    Prefetch<kGroup / 2 * kLanes>(values_ + k / 2 * kLanes);
   }
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const uint8_t* from = values_ + k / 2 * kLanes;
