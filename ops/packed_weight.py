@@ -10,7 +10,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from kvlab.ops.cpu_kernels import library
@@ -107,7 +106,7 @@ def pack(
         values = _panels(np.asarray(weight, np.float32), lanes, GROUP)
         panels, scales = (_int8 if weight_format == "int8" else _int4)(values)
     elif weight_format == "bfloat16":
-        values = _panels(np.asarray(weight, ml_dtypes.bfloat16), lanes, 2)
+        values = _panels(np.asarray(weight, jnp.dtype(jnp.bfloat16)), lanes, 2)
         pairs = values.reshape(values.shape[0], -1, 2, lanes)
         panels = np.ascontiguousarray(pairs.transpose(0, 1, 3, 2))
     else:
