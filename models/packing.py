@@ -51,9 +51,7 @@ def pack_params(
     check_format(weights)
     implementation = best_implementation() if kernel else "xla"
     wanted = weights or _format_as_loaded(config)
-    if wanted is None or (implementation == "xla" and wanted == "float32"):
-        return params
-    if implementation == "xla" and weights is None:
+    if wanted is None or (implementation == "xla" and weights in (None, "float32")):
         return params
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     for name, leaf in flat.items():
