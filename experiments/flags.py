@@ -152,6 +152,12 @@ def _implementation(written: str) -> str:
     return choice(*IMPLEMENTATIONS)(written)
 
 
+def _weights(written: str) -> str:
+    from kvlab.ops.packed_weight import FORMATS
+
+    return choice(*FORMATS)(written)
+
+
 _AXES = {
     "attention": Flag(
         _attention, "NAME", "mha, gqa (the model's own KV heads), gqa:K (K KV heads) or mqa"
@@ -214,6 +220,11 @@ _SHARED = {
         whole(1),
         "N",
         "most tokens of a sequence, prompt and continuation; what is needed if not given",
+    ),
+    "weights": Flag(
+        _weights,
+        "FORMAT",
+        "of the projections and the head: float32, bfloat16, int8, int4; as loaded if not given",
     ),
     "seed": Flag(whole(), "N", "of every random draw", 0),
     "out": Flag(text, "PATH", "where to write"),

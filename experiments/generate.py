@@ -50,6 +50,7 @@ FLAGS = command_flags(
     "slots",
     "chunk",
     "max_length",
+    "weights",
     axes=flags.ONE,
     chat=Flag(bool, "", "lay each prompt out as a user's message, with the model's own template"),
 )
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> None:
         max_length=FLAGS.max_length,
         chunk=FLAGS.chunk,
         implementation=FLAGS.implementation,
+        weights=FLAGS.weights,
     )
     generation.check_prompts(prompts, config)
     session = Session(model.params, config)

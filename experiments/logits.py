@@ -18,6 +18,7 @@ from kvlab.experiments.main import execute
 FLAGS = command_flags(
     "model",
     "tokens",
+    "weights",
     axes=flags.ONE,
     out="the npz file to write",
     decode_from=Flag(flags.whole(1), "N", "decode the tokens from place N on, one at a time"),
@@ -52,6 +53,7 @@ def main(argv: list[str]) -> None:
             max_length=FLAGS.max_length,
             chunk=FLAGS.chunk,
             implementation=FLAGS.implementation,
+            weights=FLAGS.weights,
         )
         session = Session(model.params, config)
         check_lists(session, lists)

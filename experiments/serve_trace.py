@@ -28,6 +28,7 @@ _REQUESTS, _CHUNK, _ROWS, _DECODE_STEPS = 64, 64, 2, 8  # where a trace and sequ
 FLAGS = command_flags(
     "model",
     "seed",
+    "weights",
     axes=MANY,
     out="the run folder; runs/NAME-HASH if not given",
     workload=Flag(text, "NAME", WORKLOAD_HELP, "sharegpt-like"),
@@ -118,6 +119,7 @@ def _study() -> "ServeStudy":
         skip_bad_rows=FLAGS.skip_bad_rows,
         check=FLAGS.check,
         seed=FLAGS.seed,
+        weights=FLAGS.weights,
         trace_sha256=trace_sha256(FLAGS.workload),
     )
 

@@ -3,7 +3,7 @@
 Axes: B rows of the step, T positions, N query heads, K KV heads, H head size, D model width,
 V vocabulary. The cache is an argument and a result; modules hold parameters alone.
 
-Parameters (weights are [in, out], used as x @ weight):
+Parameters (weights are [in, out], used as x @ weight, and may be packed: `kvlab.models.packing`):
   embed/weight [V, D]; position_embed/weight [C, D] (learned positions)
   layers_i/attention_norm, layers_i/mlp_norm, final_norm: scale [D], and bias [D] for LayerNorm
   layers_i/attention_post_norm, layers_i/mlp_post_norm: scale [D] (post_norms)
@@ -28,6 +28,7 @@ from kvlab.ops.attention import soft_capped
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
 from kvlab.ops.caches.recompute import RecomputeCache
 from kvlab.ops.linear import embed, linear, linear_transposed
+from kvlab.ops.packed_weight import PackedWeight
 from kvlab.ops.rope import rotate, rotation
 from kvlab.ops.row_table import RowTable
 
@@ -37,6 +38,26 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
+
+
+def _weight(
+    module: nn.Module,
+    initializer: Callable[..., jax.Array],
+    shape: tuple[int, int],
+    dtype: str,
+    transposed: bool = False,
+) -> jax.Array | PackedWeight:
+    """The module's parameter `weight`, which Linen checks, or as it was packed."""
+    given: Any = None
+    if module.has_variable("params", "weight"):
+        given = module.get_variable("params", "weight")
+    if not isinstance(given, PackedWeight):
+        return module.param("weight", initializer, shape, dtype)
+    stored = shape[::-1] if transposed else shape
+    if given.shape != stored:
+        where = "/".join(module.path)
+        raise ValueError(f"{where} holds a packed weight {given.shape}; the config wants {stored}")
+    return given
 
 
 class Linear(nn.Module):
@@ -50,7 +71,7 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] to [..., features]."""
         shape = (x.shape[-1], self.features)
-        weight = self.param("weight", nn.initializers.lecun_normal(), shape, self.param_dtype)
+        weight = _weight(self, nn.initializers.lecun_normal(), shape, self.param_dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
@@ -65,9 +86,10 @@ class Embedding(nn.Module):
     param_dtype: str
 
     def setup(self) -> None:
-        """Declares the weight [V, D]."""
+        """Declares the weight [V, D]; packed, it is [D, V]."""
         shape = (self.num_embeddings, self.features)
-        self.weight = self.param("weight", nn.initializers.normal(0.02), shape, self.param_dtype)
+        initializer = nn.initializers.normal(0.02)
+        self.weight = _weight(self, initializer, shape, self.param_dtype, transposed=True)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """[B, T] int32 to [B, T, D]."""

@@ -41,7 +41,7 @@ class Calls:
     """Holds what prefill and decode hand back; arguments are not checked. Not thread-safe.
 
     Attributes:
-      params: the decoder's parameters.
+      params: the decoder's parameters, packed where that is faster or wanted.
       config: the shapes.
       cache: the current cache.
       logits: [B, V] float32, what the model predicts next for each sequence.
@@ -56,7 +56,7 @@ class Calls:
           params: the decoder's parameters.
           config: the shapes; sessions of equal config share their compiled programs.
         """
-        self.params = params
+        self.params = config.pack(params)
         self.config = config
         self.cache: Cache = config.init_cache()
         self.logits: jax.Array = config.init_logits()

@@ -22,6 +22,7 @@ def fitting_config(
     max_length: int | None = None,
     chunk: int | None = None,
     implementation: str | None = None,
+    weights: str | None = None,
 ) -> InferenceConfig:
     """A configuration that holds some sequences, as many side by side as is sensible.
 
@@ -37,6 +38,7 @@ def fitting_config(
       max_length: most tokens of a sequence; None is `needed`, rounded up.
       chunk: most tokens of a row of one prefill call; None is 128. Less where texts are shorter.
       implementation: of attention; None is the best available.
+      weights: format of the weights; None is as loaded.
 
     Raises:
       ValueError: an impossible combination, as `InferenceConfig`.
@@ -53,6 +55,7 @@ def fitting_config(
         max_length=max_length,
         chunk=chunk if recomputes else min(chunk, max_length),
         implementation=implementation,
+        weights=weights,
     )
 
 

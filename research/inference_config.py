@@ -4,11 +4,13 @@ Axes: B sequences (slots), R rows of a prefill call, V vocabulary, n tokens of a
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig
+from kvlab.models.packing import check_format, pack_params
 from kvlab.ops.attention import check_implementation
 from kvlab.ops.rope import DynamicNTK
 from kvlab.ops.specs import CacheSpec, Paged, Recompute, Ring, assign_tables
@@ -31,10 +33,11 @@ class InferenceConfig:
       num_pages: pages of each paged pool; None lets every slot reach `max_length`.
       decode_steps: most tokens a sequence gets from one decode call (n).
       implementation: of attention; None is the best available.
+      weights: format of the weights; None is as loaded (`kvlab.models.packing`).
 
     Raises:
-      ValueError: a size below 1, a `max_length` or a page past the model's context,
-        another number of specs than layers, an impossible combination of specs.
+      ValueError: a size below 1, a `max_length` or a page past the model's context, another number
+        of specs than layers, an impossible combination of specs, an unknown format of weights.
     """
 
     model: DecoderConfig
@@ -46,6 +49,7 @@ class InferenceConfig:
     num_pages: int | None = None
     decode_steps: int = 64
     implementation: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         """Validates, and spells the specs out per layer with their tables."""
@@ -90,6 +94,7 @@ class InferenceConfig:
                 f"every step computes the whole text; use chunk={self.max_length}"
             )
         check_implementation(self.implementation)
+        check_format(self.weights)
 
     @property
     def layer_specs(self) -> tuple[CacheSpec, ...]:
@@ -122,6 +127,11 @@ class InferenceConfig:
             for window, spec in zip(self.model.layer_windows, self.layer_specs, strict=True)
         ]
         return dataclasses.replace(self.model, windows=tuple(windows))
+
+    def pack(self, params: Any) -> Any:
+        """Parameters as a session uses them; kvlab's kernel serves unless XLA was named."""
+        kernel = self.implementation in (None, "cpu")
+        return pack_params(params, self.model, self.weights, kernel)
 
     def init_cache(self) -> Cache:
         """An empty cache of this configuration."""

@@ -34,6 +34,7 @@ def compile_programs(params: Params, config: InferenceConfig) -> Compilations:
     sampling = SamplingParams.from_requests([Sampling()] * config.slots)
     stops = stop_array([()] * config.slots)
     feed = np.zeros((config.slots, config.decode_steps), np.int32)
+    params = config.pack(params)
     state = params, config, jax.eval_shape(config.init_cache), jax.eval_shape(config.init_logits)
     # Traced one after the other: JAX names inner functions as it meets them, and the persistent
     # compilation cache would see other names, and so another program, each time.

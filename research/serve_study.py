@@ -59,6 +59,7 @@ class ServeStudy:
       check: so many answers are generated again alone, in the same configuration, and compared.
       seed: of lengths, arrivals and prompts.
       trace_sha256: what a trace's file holds, as `workloads.trace_sha256` gives it; None pins none.
+      weights: format of the weights; None is as loaded.
     """
 
     model: str
@@ -81,6 +82,7 @@ class ServeStudy:
     check: int
     seed: int
     trace_sha256: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         """Validates what does not depend on the model.
@@ -111,6 +113,8 @@ class ServeStudy:
         values = dataclasses.asdict(self)
         for name in ("caches", "seed", *(() if self.trace_sha256 else ("trace_sha256",))):
             del values[name]
+        if self.weights is None:
+            del values["weights"]
         return values
 
     def to_json(self) -> dict[str, Any]:
@@ -249,6 +253,7 @@ def budgeted_config(study: ServeStudy, model: Model, cache: CacheSpec) -> Infere
             chunk=study.chunk,
             num_pages=count if paged else None,
             decode_steps=study.decode_steps,
+            weights=study.weights,
         )
 
     one, two = (jax.eval_shape(config(count).init_cache).nbytes() for count in (1, 2))

@@ -18,7 +18,9 @@ class KvlabSystem:
 
     def __init__(self, setting: Setting) -> None:
         """See `System`; XLA takes its threads from the affinity of the process."""
-        model = load_model(str(setting.model))
+        # Numbers between weights stay float32 where the weights are int8.
+        dtype = "bfloat16" if setting.precision == "bfloat16" else "float32"
+        model = load_model(str(setting.model), dtype=dtype)
         chunk = min(_CHUNK, setting.max_length)
         config = InferenceConfig(
             model.config,
@@ -27,6 +29,7 @@ class KvlabSystem:
             max_length=setting.max_length,
             rows=-(-512 // chunk),
             chunk=chunk,
+            weights=setting.precision,
         )
         self._session = Session(model.params, config)
         self._session.warm_up()

@@ -11,6 +11,7 @@ from flax import traverse_util
 from kvlab.models.checkpoints.errors import CheckpointError
 from kvlab.models.config import DecoderConfig
 from kvlab.models.decoder import param_shapes
+from kvlab.ops.packed_weight import PackedWeight
 
 _NAMED = 3  # names an error spells out before it only counts
 
@@ -32,8 +33,8 @@ def nest(flat: Mapping[str, jax.Array], config: DecoderConfig) -> dict:
       The tree that `Decoder(config).apply({"params": tree}, ...)` takes.
 
     Raises:
-      CheckpointError: a parameter is missing, is not one of the config's, or has another shape or
-        dtype than the config gives it.
+      CheckpointError: a parameter is missing, is not one of the config's, is packed, or has another
+        shape or dtype than the config gives it.
     """
     wanted = flat_shapes(config)
     missing = [name for name in wanted if name not in flat]
@@ -44,6 +45,8 @@ def nest(flat: Mapping[str, jax.Array], config: DecoderConfig) -> dict:
         raise CheckpointError(f"parameters that a {config.family} decoder lacks: {named(extra)}")
     for name, want in wanted.items():
         came = flat[name]
+        if isinstance(came, PackedWeight):
+            raise CheckpointError(f"parameter {name} is packed for products; give it as loaded")
         if came.shape != want.shape:
             raise CheckpointError(
                 f"parameter {name} has shape {came.shape}; the config wants {want.shape}"

@@ -28,7 +28,7 @@ _FLAGS = (
     "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math "
     "-fvisibility=hidden -fPIC -shared -pthread -Wall -Wextra -Werror=vla"
 )
-TARGETS: dict[str, str] = {"kvlab_attention": "KvlabAttention"}
+TARGETS: dict[str, str] = {"kvlab_attention": "KvlabAttention", "kvlab_linear": "KvlabLinear"}
 """Names of FFI targets, and the symbols of the library that serve them."""
 
 

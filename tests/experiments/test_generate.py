@@ -143,6 +143,14 @@ def test_a_lossless_point_gives_the_same_text(kvlab):
     np.testing.assert_allclose(variant["log_probs"], oracle["log_probs"], atol=1e-4)
 
 
+def test_weights_of_8_bits_say_nearly_the_same(kvlab):
+    arguments = ("generate", *TINY, "--prompt_ids=5,6,7", "--json", "--max_tokens=1")
+    (exact,) = lines(kvlab(*arguments))
+    (near,) = lines(kvlab(*arguments, "--weights=int8"))
+    distance = abs(near["log_probs"][0] - exact["log_probs"][0])
+    assert 0 < distance < 0.1
+
+
 def test_a_folder_without_a_tokenizer_takes_ids_and_gives_ids(kvlab, tiny_folder):
     ids = ("--model", tiny_folder, "--prompt_ids=[1,2,3]", "--max_tokens=4")
     (line,) = lines(kvlab("generate", *ids, "--json"))

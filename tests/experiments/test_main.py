@@ -87,6 +87,7 @@ def test_a_wrong_flag_names_the_nearest(kvlab):
         ("--attention=mla", "legal values: mha, gqa, gqa:K (K KV heads, such as gqa:2), mqa"),
         ("--attention=mha,gqa", "this command runs one point"),
         ("--implementation=flash", "legal values: reference, chunked"),
+        ("--weights=int3", "legal values: float32, bfloat16, int8, int4"),
         ("--page_size=0", "a whole number, 1 or more"),
         ("--slots=two", "a whole number, 1 or more"),
         ("--temperature=warm", "a number is wanted"),

@@ -1,0 +1,201 @@
+// How weights lie in panels, and how a panel is read: one vector of kLanes columns for each k.
+//
+// All formats mean float32 numbers: reading gives round(value * scale), the same wherever it is
+// done, so a product over quantised weights has the bits of one over the numbers they stand for.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+#include "vectors.h"
+
+namespace kvlab {
+
+constexpr int64_t kGroup = 32;          // values along k that share a scale
+constexpr int64_t kPrefetchBytes = 4096;  // how far ahead of its reads a panel is fetched
+
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef uint32_t UInts __attribute__((vector_size(kVectorBytes)));
+
+template <typename Vector>
+inline Vector LoadAs(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <int64_t kBytes>
+inline void Prefetch(const void* from, int64_t distance = kPrefetchBytes) {
+  const char* ahead = static_cast<const char*>(from) + distance;
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead + i);
+}
+
+template <typename To, typename From>
+inline To Bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// kLanes integers as 32 bits; g++ 12 takes __builtin_convertvector of bytes apart, so not by that.
+#if defined(__AVX512F__)
+inline Ints Widen(const int8_t* from) {
+  return Bits<Ints>(_mm512_cvtepi8_epi32(LoadAs<__m128i>(from)));
+}
+inline Ints Widen(const uint8_t* from) {
+  return Bits<Ints>(_mm512_cvtepu8_epi32(LoadAs<__m128i>(from)));
+}
+#elif defined(__AVX2__)
+inline Ints Widen(const int8_t* from) {
+  return Bits<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+inline Ints Widen(const uint8_t* from) {
+  return Bits<Ints>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+#else
+template <typename Integer>
+inline Ints Widen(const Integer* from) {
+  Ints wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = from[i];
+  return wide;
+}
+#endif
+
+inline Floats FromFloat16(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return Bits<Floats>(_mm512_cvtph_ps(LoadAs<__m256i>(from)));
+#elif defined(__AVX__) && defined(__F16C__)
+  return Bits<Floats>(_mm256_cvtph_ps(LoadAs<__m128i>(from)));
+#else
+  Floats wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = LoadAs<_Float16>(from + i);
+  return wide;
+#endif
+}
+
+// [k, kLanes] float32.
+struct Float32Panel {
+  static constexpr int64_t kStep = 1;  // values along k that one Read gives
+  static constexpr int64_t kBytes = kVectorBytes;  // of each k
+
+  Float32Panel() = default;
+  Float32Panel(const void* panels, const void*, int64_t k, int64_t panel)
+      : values_(static_cast<const float*>(panels) + panel * k * kLanes) {}
+  // A part of a panel, from k = origin on.
+  Float32Panel(const Floats* values, int64_t origin)
+      : values_(reinterpret_cast<const float*>(values)), origin_(origin) {}
+
+  void Begin(int64_t) {}
+  void FetchAhead(int64_t bytes) { ahead_ = bytes; }
+  void Read(int64_t k, Floats (&out)[kStep]) const {
+    const float* from = values_ + (k - origin_) * kLanes;
+    Prefetch<kVectorBytes>(from, ahead_);
+    out[0] = Load(from);
+  }
+
+ private:
+  const float* values_ = nullptr;
+  int64_t origin_ = 0;
+  int64_t ahead_ = kPrefetchBytes;
+};
+
+// [ceil(k / 2), kLanes, 2] bfloat16: two values along k lie side by side, as dot instructions
+// want them; the first is the low half of a 32-bit word.
+struct BFloat16Panel {
+  static constexpr int64_t kStep = 2;
+  static constexpr int64_t kBytes = kVectorBytes / 2;
+
+  BFloat16Panel() = default;
+  BFloat16Panel(const void* panels, const void*, int64_t k, int64_t panel)
+      : values_(static_cast<const uint32_t*>(panels) + panel * ((k + 1) / 2) * kLanes) {}
+
+  void Begin(int64_t) {}
+  void FetchAhead(int64_t bytes) { ahead_ = bytes; }
+  UInts Pairs(int64_t k) const {
+    const uint32_t* from = values_ + k / 2 * kLanes;
+    Prefetch<kVectorBytes>(from, ahead_);
+    return LoadAs<UInts>(from);
+  }
+  void Read(int64_t k, Floats (&out)[kStep]) const {
+    const UInts pairs = Pairs(k);
+    out[0] = Bits<Floats>(pairs << 16);
+    out[1] = Bits<Floats>(pairs & 0xffff0000u);
+  }
+
+ private:
+  const uint32_t* values_ = nullptr;
+  int64_t ahead_ = kPrefetchBytes;
+};
+
+// Scales [ceil(k / kGroup), kLanes] float16 of a quantised panel.
+class Scales {
+ public:
+  Scales() = default;
+  Scales(const void* scales, int64_t k, int64_t panel)
+      : scales_(static_cast<const uint16_t*>(scales) + panel * ((k + kGroup - 1) / kGroup) * kLanes) {}
+  Floats At(int64_t k) const { return FromFloat16(scales_ + k / kGroup * kLanes); }
+
+ private:
+  const uint16_t* scales_ = nullptr;
+};
+
+// [ceil(k / kGroup) * kGroup, kLanes] int8.
+struct Int8Panel {
+  static constexpr int64_t kStep = 1;
+
+  Int8Panel() = default;
+  Int8Panel(const void* panels, const void* scales, int64_t k, int64_t panel)
+      : scales_(scales, k, panel),
+        values_(static_cast<const int8_t*>(panels) +
+                panel * ((k + kGroup - 1) / kGroup * kGroup) * kLanes) {}
+
+  void Begin(int64_t k) {
+    scale_ = scales_.At(k);
+    Prefetch<kGroup * kLanes>(values_ + k * kLanes);
+  }
+  void Read(int64_t k, Floats (&out)[kStep]) const {
+    const int8_t* from = values_ + k * kLanes;
+    out[0] = __builtin_convertvector(Widen(from), Floats) * scale_;
+  }
+
+ private:
+  Scales scales_;
+  const int8_t* values_ = nullptr;
+  Floats scale_{};
+};
+
+// [ceil(k / kGroup) * kGroup / 2, kLanes] uint8, two values along k in each, the first in the low
+// half; 8 stands for 0.
+struct Int4Panel {
+  static constexpr int64_t kStep = 2;
+
+  Int4Panel() = default;
+  Int4Panel(const void* panels, const void* scales, int64_t k, int64_t panel)
+      : scales_(scales, k, panel),
+        values_(static_cast<const uint8_t*>(panels) +
+                panel * ((k + kGroup - 1) / kGroup * (kGroup / 2)) * kLanes) {}
+
+  void Begin(int64_t k) {
+    scale_ = scales_.At(k);
+    Prefetch<kGroup / 2 * kLanes>(values_ + k / 2 * kLanes);
+  }
+  void Read(int64_t k, Floats (&out)[kStep]) const {
+    const uint8_t* from = values_ + k / 2 * kLanes;
+    const Ints both = Widen(from);
+    out[0] = __builtin_convertvector((both & 15) - 8, Floats) * scale_;
+    out[1] = __builtin_convertvector((both >> 4) - 8, Floats) * scale_;
+  }
+
+ private:
+  Scales scales_;
+  const uint8_t* values_ = nullptr;
+  Floats scale_{};
+};
+
+}  // namespace kvlab

@@ -1,0 +1,184 @@
+"""Products over packed weights: values, bits, what quantisation costs, builds of the kernel."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvlab.ops.cpu_kernels import library
+from kvlab.ops.linear import embed, linear
+from kvlab.ops.packed_weight import FORMATS, GROUP, PackedWeight, pack
+
+CASES = pathlib.Path(__file__).with_name("cpu_linear_cases.py")
+IMPLEMENTATIONS = ["xla", "cpu"] if library.available() else ["xla"]
+_SPEC = importlib.util.spec_from_file_location("kvlab_cpu_linear_cases", CASES)
+cases = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(cases)
+needs_kernel = pytest.mark.skipif(not library.available(), reason="no C++ compiler here")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_matches_numpy(weight_format, dtype, implementation):
+    for shape in cases.SHAPES:
+        cases.check(shape, weight_format, dtype, implementation)
+    cases.check_embed(weight_format, implementation)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_row_has_the_same_bits_in_any_batch(weight_format, dtype):
+    # Its tile, its place there and its neighbours change with the number of rows.
+    x = cases.drawn((100, 331), dtype=dtype)
+    packed = pack(cases.drawn((331, 83), 1), weight_format, "cpu")
+    whole, host = np.asarray(linear(x, packed)), np.asarray(x)
+    for rows in range(1, 101):
+        np.testing.assert_array_equal(linear(jnp.asarray(host[-rows:]), packed), whole[-rows:])
+    order = np.random.default_rng(0).permutation(100)
+    np.testing.assert_array_equal(linear(jnp.asarray(host[order]), packed), whole[order])
+
+
+@needs_kernel
+@pytest.mark.parametrize("weight_format", ["int8", "int4", "bfloat16"])
+def test_a_quantised_product_has_the_bits_of_the_numbers_it_stands_for(weight_format):
+    x = cases.drawn((29, 576))
+    packed = pack(cases.drawn((576, 67), 1), weight_format, "cpu")
+    plain = pack(cases.meant(packed).astype(np.float32), "float32", "cpu")
+    for rows in (1, 29):
+        np.testing.assert_array_equal(linear(x[:rows], packed), linear(x[:rows], plain))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_what_is_not_finite_stays_in_its_row(weight_format, implementation):
+    x = np.array(cases.drawn((30, 45)))
+    x[3, 44], x[17, 0] = np.nan, np.inf
+    packed = pack(cases.drawn((45, 19), 1), weight_format, implementation)
+    finite = np.isfinite(linear(jnp.asarray(x), packed)).all(axis=1)
+    assert np.flatnonzero(~finite).tolist() == [3, 17]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_rows_and_leading_axes(implementation):
+    packed = pack(cases.drawn((11, 7), 1), "float32", implementation)
+    x = cases.drawn((2, 3, 11))
+    assert linear(x[:0], packed).shape == (0, 3, 7)
+    ours = linear(x, packed)
+    assert ours.shape == (2, 3, 7)
+    np.testing.assert_array_equal(ours.reshape(6, 7), linear(x.reshape(6, 11), packed))
+    mapped = jax.vmap(lambda row: linear(row, packed))(x)
+    np.testing.assert_allclose(mapped, ours, rtol=1e-6, atol=1e-6)
+    half = linear(x.astype(jnp.float16), packed)
+    assert half.dtype == jnp.float16
+    np.testing.assert_allclose(half.astype(jnp.float32), ours, atol=2e-2)
+
+
+def test_embed_shows_ids_that_are_out_of_range():
+    for weight_format in FORMATS:
+        packed = pack(cases.drawn((11, 13)), weight_format)
+        rows = np.asarray(embed(jnp.array([[-1, 3, 13]], jnp.int32), packed))
+        assert np.isnan(rows).all(axis=-1).tolist() == [[True, False, True]]
+
+
+def test_quantisation_is_as_near_as_its_bits_allow():
+    weight = cases.drawn((4 * GROUP, 50))
+    exact = cases.wide(weight)
+    largest = np.abs(exact.reshape(4, GROUP, 50)).max(axis=1).repeat(GROUP, axis=0)
+    distance = np.abs(cases.meant(pack(weight, "int8")) - exact)
+    # Half a step, and what float16 takes from a scale.
+    assert (distance <= largest / 127 * (0.5 + 2.0**-4)).all()
+    assert distance.std() < 0.005
+    relative = np.square(cases.meant(pack(weight, "int4")) - exact).mean()
+    assert relative < 0.0085  # of a variance of 1
+    assert cases.meant(pack(jnp.zeros((40, 3)), "int8")).any() == np.False_
+    assert cases.meant(pack(jnp.zeros((40, 3)), "int4")).any() == np.False_
+
+
+def test_bytes_of_formats():
+    weight = cases.drawn((320, 160))
+    bits = {name: 8 * pack(weight, name).nbytes / weight.size for name in FORMATS}
+    assert bits == {"float32": 32, "bfloat16": 16, "int8": 8.5, "int4": 4.5}
+
+
+def test_what_cannot_be_packed_is_refused():
+    weight = cases.drawn((33, 5))
+    with pytest.raises(ValueError, match=r"int3.*legal values: float32, bfloat16, int8, int4"):
+        pack(weight, "int3")
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        pack(weight.at[3, 2].set(jnp.nan), "int8")
+    with pytest.raises(ValueError, match="x has 32 values a row"):
+        linear(cases.drawn((2, 32)), pack(weight, "float32"))
+
+
+@needs_kernel
+def test_panels_of_other_sizes_are_refused():
+    packed = pack(cases.drawn((33, 50)), "int8", "cpu")
+    short = PackedWeight(packed.panels[:-1], packed.scales, packed.shape, "int8", "cpu")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="panels are not those of these sizes"):
+        linear(cases.drawn((2, 33)), short)
+
+
+def run_cases(**environment):
+    """Runs the cases in a process of its own; what it prints and what it logs."""
+    done = subprocess.run(
+        [sys.executable, str(CASES)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split(), done.stderr
+
+
+@needs_kernel
+def test_bits_do_not_depend_on_threads():
+    few, many = (run_cases(NPROC=count)[0] for count in ("1", "7"))
+    assert few == many
+    assert few[0] == "cpu"
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("flags", "lanes"), [("-mno-avx512f", "8"), ("-mno-avx", "4")], ids=["avx2", "sse"]
+)
+def test_narrower_processors(flags, lanes):
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or "avx512f" not in cpuinfo.read_text():
+        pytest.skip("the processor has no wider vectors to leave out")
+    printed, _ = run_cases(CXXFLAGS=flags)
+    assert printed[:2] == ["cpu", lanes]
+
+
+@needs_kernel
+def test_sanitizers_find_nothing():
+    compiler = os.environ.get("CXX", "c++")
+
+    def found(name):
+        asked = [compiler, f"-print-file-name={name}"]
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+    libraries = [found("libasan.so"), found("libstdc++.so")]  # the second for its exceptions
+    if not all(map(os.path.isabs, libraries)):
+        pytest.skip(f"{compiler} has no libasan.so")
+    printed, said = run_cases(
+        CXXFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all",
+        LD_PRELOAD=":".join(libraries),
+        ASAN_OPTIONS="detect_leaks=0",
+    )
+    assert printed[0] == "cpu"
+    assert "runtime error" not in said
+
+
+def test_without_a_compiler_products_run_through_xla():
+    printed, said = run_cases(CXX="/nonexistent")
+    assert printed[0] == "xla"
+    assert said.count("CPU kernels are off") == 1
