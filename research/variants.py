@@ -87,6 +87,17 @@ def _layer_kv_heads(config: DecoderConfig, layer: int, attention: str) -> int:
     return int(number)
 
 
+def own_attention(config: DecoderConfig) -> str:
+    """The name of the attention that a model was trained with: `mha`, `gqa` or `mqa`.
+
+    A model whose layers differ is `gqa`, or what most of its layers are where none has groups.
+    """
+    kv_heads = config.kv_heads
+    if any(1 < k < config.num_heads for k in kv_heads):
+        return "gqa"
+    return "mqa" if 2 * kv_heads.count(1) > len(kv_heads) else "mha"
+
+
 def apply_attention(
     config: DecoderConfig, params: dict, attention: str | tuple[str, ...]
 ) -> tuple[DecoderConfig, dict]:

@@ -1,0 +1,103 @@
+"""Seconds of prefill and decode of one session, prompts of several lengths in turns.
+
+Axes: B sequences (slots).
+"""
+
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from kvlab.ops.sampling import Sampling, SamplingParams
+from kvlab.research import inference
+from kvlab.research.calls import Calls
+from kvlab.research.inference import InferenceConfig, Params
+
+Times = dict[int, tuple[list[float], list[float]]]
+
+
+class PhaseTimer:
+    """A session of B sequences, all of them alike, whose phases are timed.
+
+    Attributes:
+      compile_s: seconds that its programs took to compile.
+      compile_count: how many there are.
+    """
+
+    def __init__(self, params: Params, config: InferenceConfig, seed: int) -> None:
+        """Compiles, and draws the prompts.
+
+        Args:
+          params: the decoder's parameters.
+          config: the shapes; its rows are its slots, and a call decodes `decode_steps` tokens.
+          seed: of the prompts.
+        """
+        self._calls = Calls(params, config)
+        self._calls.warm_up()
+        self.compile_s, self.compile_count = self._calls.compile_s, self._calls.compile_count
+        shape = (config.slots, config.max_length)
+        random = np.random.default_rng(seed)
+        self._ids = random.integers(0, config.model.vocab_size, shape).astype(np.int32)
+
+    def times(self, lengths: Sequence[int], repeats: int) -> Times:
+        """Times both phases.
+
+        Each repeat goes through all lengths, so that what else the machine does meets them alike.
+
+        Args:
+          lengths: tokens of the prompts.
+          repeats: after a warm-up.
+
+        Returns:
+          By length: seconds of each prefill of all prompts, and of each decode step after it.
+        """
+        times: Times = {length: ([], []) for length in lengths}
+        self._once(min(lengths))
+        for _ in range(repeats):
+            for length in lengths:
+                for samples, seconds in zip(times[length], self._once(length), strict=True):
+                    samples.append(seconds)
+        return times
+
+    def _once(self, length: int) -> tuple[float, float]:
+        """Seconds of a prefill, and of one of the decode steps that follow."""
+        calls, slots = self._calls, self._calls.config.slots
+        calls.release()
+        began = time.perf_counter()
+        granted = self._prefill(length)
+        prefilled = time.perf_counter()
+        steps = calls.config.decode_steps
+        decoded = calls.decode_call(
+            SamplingParams.from_requests([Sampling()] * slots),
+            np.full(slots, steps, np.int32),
+            [()] * slots,
+            np.zeros((slots, steps), np.int32),
+            np.zeros(slots, np.int32),
+        )
+        ended = time.perf_counter()
+        if not (np.asarray(granted).all() and (decoded.num_tokens == steps).all()):
+            raise RuntimeError(f"no room for {slots} sequences of {length} + {steps} tokens")
+        return prefilled - began, (ended - prefilled) / steps
+
+    def _prefill(self, length: int) -> list[jax.Array]:
+        """Prefills all prompts; only the logits are waited for, nothing is fetched."""
+        calls, config = self._calls, self._calls.config
+        slots = np.arange(config.slots, dtype=np.int32)
+        total = np.full(config.slots, length, np.int32)
+        stored = np.zeros(config.slots, bool)
+        granted = []
+        for start in range(0, length, config.chunk):
+            count = min(config.chunk, length - start)
+            tokens = np.zeros((config.slots, config.chunk), np.int32)
+            tokens[:, :count] = self._ids[:, start : start + count]
+            counts = np.full(config.slots, count, np.int32)
+            calls.cache, calls.logits, ok, _ = inference.prefill(
+                *(calls.params, config, calls.cache, calls.logits),
+                *(tokens, counts, slots, total, stored),
+            )
+            granted.append(ok)
+        if config.evicts:
+            calls.evict(slots.tolist())
+        jax.block_until_ready((calls.cache, calls.logits))
+        return granted
