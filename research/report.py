@@ -20,6 +20,7 @@ from kvlab.research.concurrency_report import present_concurrency
 from kvlab.research.peer_report import present_peers
 from kvlab.research.presentation import Presentation
 from kvlab.research.results import RunFolderError, read_manifest, read_rows, write_atomically
+from kvlab.research.roofline_report import present_roofline
 from kvlab.research.rows import Row
 from kvlab.research.serve_report import present_serve_trace
 from kvlab.research.sharing_report import present_sharing
@@ -36,6 +37,7 @@ _PRESENTERS = {
     "serve_trace": present_serve_trace,
     "sharing": present_sharing,
     "peers": present_peers,
+    "roofline": present_roofline,
 }
 
 

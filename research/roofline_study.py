@@ -18,6 +18,7 @@ from kvlab.research.compilation import make_room_for_programs
 from kvlab.research.devices import DEVICES, Device
 from kvlab.research.experiment import Variant
 from kvlab.research.inference import InferenceConfig
+from kvlab.research.linear_times import read_linear_times
 from kvlab.research.machine import (
     BANDWIDTH,
     LIMITS,
@@ -171,8 +172,11 @@ def study_configs(study: RooflineStudy, model: Model) -> list[dict[str, Any]]:
       model: the loaded `study.model`.
 
     Raises:
-      ValueError: a variant that the model cannot have, or lengths that it does not take.
+      ValueError: a variant that the model cannot have, lengths that it does not take, or a file of
+        measured times that cannot be read.
     """
+    for one in study.linear_times:
+        read_linear_times(one.path, preset(one.model))
     groups = _groups(study, model, lambda: machine_of(()))  # nothing is measured
     return [config for group in groups for config in group.configs]
 
