@@ -147,10 +147,12 @@ def _phase(variant: str, phase: str, rows: Sequence[Row]) -> list[str]:
             lengths = sorted({row["config"]["prompt_tokens"] for row in some})
             where += f" (prompts of {_listed(lengths)})"
         intensities = [row["metrics"]["arithmetic_intensity"] for row in some]
-        shares = [_share(some, batch) for batch in batches]
+        first, *rest = batches
+        shares = [f"{_share(some, first)} of the {words} at batch {first}"]
+        shares += [f"{_share(some, batch)} at batch {batch}" for batch in rest]
         clauses.append(
             f"{limit}-bound at {where} ({_range(intensities)} FLOP/byte, ridge "
-            f"{significant(some[0]['metrics']['ridge'])}), at {', '.join(shares)} of the {words}"
+            f"{significant(some[0]['metrics']['ridge'])}), reaching {', '.join(shares)}"
         )
     return [f"{variant}: {phase} is {'; '.join(clauses)}."] if clauses else []
 
@@ -159,7 +161,7 @@ def _share(rows: Sequence[Row], batch: int) -> str:
     """The shares of the limit reached at a batch, over prompt lengths."""
     shares = [r["metrics"]["limit_share"] for r in rows if r["config"]["batch_size"] == batch]
     low, high = f"{min(shares):.2f}", f"{max(shares):.2f}"
-    return f"{low if low == high else f'{low} to {high}'} at batch {batch}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _turning(variant: str, rows: Sequence[Row]) -> list[str]:

@@ -1,0 +1,158 @@
+"""`kvlab roofline`: to its end on a tiny model, resumed, and bad flags."""
+
+import json
+
+import pytest
+
+from kvlab.research.results import read_manifest, read_rows
+
+SMALL = (
+    *("roofline", "--model=random:tiny-gqa", "--batch=1,3", "--prompt_tokens=5,19"),
+    *("--decode_tokens=2", "--repeats=2", "--device=L4-24GB"),
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Limits by small arrays: nothing here is about speed."""
+    monkeypatch.setattr("kvlab.research.machine._READ_BYTES", 2**20)
+    monkeypatch.setattr("kvlab.research.machine._LEAST_CALL_S", 0.0)
+    monkeypatch.setattr("kvlab.research.machine._SAMPLE_S", 0.0)
+
+
+def of_kind(rows, kind):
+    return [row for row in rows if row["config"]["kind"] == kind]
+
+
+def test_every_kind_of_row_and_a_report(kvlab, tmp_path):
+    folder = tmp_path / "run"
+    shown = kvlab(*SMALL, "--attention=gqa,mqa", f"--out={folder}")
+    assert shown.status == 0, shown.err
+    rows = read_rows(folder)
+    assert all(row["status"] == "ok" for row in rows)
+    assert read_manifest(folder)["points"] == len(rows)
+    phases = of_kind(rows, "phase")
+    assert len(phases) == 2 * 2 * 2 * 2
+    for row in phases:
+        config, metrics = row["config"], row["metrics"]
+        time = "ttft_s" if config["phase"] == "prefill" else "tpot_s"
+        assert len(row["repeats"][time]) == 2
+        assert metrics["limit_share"] == pytest.approx(max(metrics["mfu"], metrics["mbu"]))
+        seconds = metrics["flops"] / metrics["mfu"] / peak(rows)
+        assert metrics[time] == pytest.approx(seconds)
+        assert metrics["predicted_s"] > 0
+        assert metrics["compile_count"] == 2
+    step = {
+        (row["config"]["attention"], row["config"]["batch_size"]): row["metrics"]
+        for row in phases
+        if row["config"]["phase"] == "decode" and row["config"]["prompt_tokens"] == 19
+    }
+    assert step["gqa", 1]["arithmetic_intensity"] < step["gqa", 3]["arithmetic_intensity"]
+    assert step["mqa", 3]["moved_bytes"] < step["gqa", 3]["moved_bytes"]
+    devices = [(r["config"]["device"], r["config"]["attention"]) for r in of_kind(rows, "device")]
+    assert devices == [
+        *(("this machine", "gqa"), ("L4-24GB", "gqa")),
+        *(("this machine", "mqa"), ("L4-24GB", "mqa")),
+    ]
+    operators = {(r["config"]["phase"], r["config"]["operator"]) for r in of_kind(rows, "operator")}
+    assert {("prefill", "attention"), ("decode", "head")} <= operators
+    assert "gqa: decode is memory-bound at every batch" in shown.out
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64") == 3
+    assert "Operators of decode: gqa, batch 1, 19 tokens" in page
+    for name in ("roofline.png", "measured_predicted.png", "utilisation.png"):
+        assert (folder / name).stat().st_size > 10_000
+
+
+def peak(rows):
+    """The fastest measured float32 products."""
+    return max(
+        row["metrics"]["flops_per_s"]
+        for row in of_kind(rows, "limit")
+        if row["config"]["limit"] == "float32_flops"
+    )
+
+
+def test_a_stopped_run_goes_on_and_measures_nothing_twice(kvlab, tmp_path):
+    folder = tmp_path / "run"
+    command = (*SMALL, "--attention=gqa", "--placement=recompute,contiguous", f"--out={folder}")
+    assert kvlab(*command).status == 0
+    results = folder / "results.jsonl"
+    lines = results.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not removed(json.loads(line)["config"])]
+    assert len(lines) - len(kept) == 3
+    results.write_text("".join(kept))
+    again = kvlab(*command)
+    assert again.status == 0
+    after = results.read_text().splitlines(keepends=True)
+    assert after[: len(kept)] == kept
+    assert len(after) == len(lines)
+    assert kvlab(*command).status == 0
+    assert results.read_text().splitlines(keepends=True) == after
+    other = kvlab(*command, "--repeats=1")
+    assert other.status == 1
+    assert "holds another experiment" in other.error
+
+
+def removed(config):
+    """Two rows that were measured together, and one that was not."""
+    measured = config["kind"] == "phase" and config["batch_size"] == 3
+    if config["kind"] == "operator":
+        return (config["phase"], config["operator"]) == ("decode", "head")
+    return measured and config["placement"] == "contiguous" and config["prompt_tokens"] == 19
+
+
+def test_a_failed_group_is_rows_that_say_so_and_the_rest_goes_on(kvlab, tmp_path, monkeypatch):
+    from kvlab.research import roofline_study
+
+    make = roofline_study.PhaseTimer
+
+    def fail(params, config, seed):
+        if config.slots == 3:
+            raise RuntimeError("three is too many")
+        return make(params, config, seed)
+
+    monkeypatch.setattr(roofline_study, "PhaseTimer", fail)
+    shown = kvlab(*SMALL, "--attention=gqa", f"--out={tmp_path}/run")
+    assert shown.status == 1
+    failed = [row for row in read_rows(tmp_path / "run") if row["status"] == "failed"]
+    assert {row["config"]["batch_size"] for row in failed} == {3}
+    assert len(failed) == 4
+    assert "three is too many" in shown.out
+
+
+def test_linear_times_of_another_machine_stand_beside(kvlab, tmp_path, data_path):
+    path = data_path("measured/vidur/a100/meta-llama/Llama-2-7b-hf/mlp.csv")
+    flag = f"--linear_times=A100-80GB:llama-2-7b:{path}"
+    small = ["--batch=1", "--prompt_tokens=5", "--attention=gqa", "--device=measured"]
+    shown = kvlab(*SMALL, *small, flag, f"--out={tmp_path}/run")
+    assert shown.status == 0, shown.err
+    (row,) = of_kind(read_rows(tmp_path / "run"), "linear_times")
+    assert row["metrics"]["efficiency"] == pytest.approx(0.69, abs=0.02)
+    assert "Linear layers of A100-80GB: with one efficiency of 0.6" in shown.out
+    assert [r["config"]["device"] for r in of_kind(read_rows(tmp_path / "run"), "device")] == [
+        "this machine"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "status", "told"),
+    [
+        ("--device=A1000", 2, "legal values: measured, A6000"),
+        ("--linear_times=A100-80GB", 2, "DEVICE:MODEL:FILE is wanted"),
+        ("--linear_times=A1:llama-2-7b:x.csv", 2, "device 'A1' is not known"),
+        ("--linear_times=L4-24GB:llama-2:x.csv", 2, "llama-2"),
+        ("--linear_times=L4-24GB:llama-2-7b:/none.csv", 1, "/none.csv: No such file"),
+        ("--batch=0", 2, "a whole number, 1 or more"),
+        ("--dtype=int8", 2, "legal values: float32, bfloat16, float16"),
+        ("--attention=gqa:5", 1, "is not possible with 6 query heads"),
+        ("--prompt_tokens=1023", 1, "past the model's context of 1024"),
+        ("--budget=5", 1, "no point uses it"),
+        ("--model=random:none", 1, "none"),
+    ],
+)
+def test_bad_flags_are_one_line_and_write_nothing(kvlab, tmp_path, flag, status, told):
+    refused = kvlab(*SMALL, flag, f"--out={tmp_path}/run")
+    assert refused.status == status
+    assert told in refused.error
+    assert not (tmp_path / "run").exists()
