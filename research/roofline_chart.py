@@ -189,9 +189,14 @@ def _write_notes(axes: Axes, points: Sequence[RooflinePoint]) -> None:
     """Writes each note below its points, and lower where the one before is near."""
     places = []
     for note in dict.fromkeys(one.note for one in points if one.note):
-        some = [one for one in points if one.note == note]
-        middle = math.fsum(math.log10(one.intensity) for one in some) / len(some)
-        places.append((middle, min(min(one.measured, one.predicted) for one in some), note))
+        some = [math.log10(one.intensity) for one in points if one.note == note]
+        middle = math.fsum(some) / len(some)
+        near = [
+            min(one.measured, one.predicted)
+            for one in points
+            if one.note == note or abs(math.log10(one.intensity) - middle) < _NEAR_DECADES
+        ]
+        places.append((middle, min(near), note))
     level, last = 0, -math.inf
     for middle, lowest, note in sorted(places):
         level = level + 1 if middle - last < _NEAR_DECADES else 0

@@ -1,5 +1,6 @@
 """What a report shows of `roofline`: limits, phases against them, operators, other devices."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,9 +46,11 @@ _READING = (
     "(memory-bound). Operations and bytes are counted from the model's config, with every weight "
     "read once a call and scores kept on chip, so the prediction is what a perfect program would "
     "take. Times are medians; at each batch, prefill and decode at all prompt lengths take turns, "
-    "after a warm-up and apart from compiling. Limits are what the fastest program sustained on "
-    "this machine, other load included."
+    "after a warm-up and apart from compiling. A limit is the best sample of the fastest program "
+    "that measures it, as in STREAM; what else the machine does slows the phases down, and counts "
+    "as distance from the limit."
 )
+_NOT_SETTINGS = ("kind", "phase")
 _TERMS = {
     "prefill": "all prompts of a batch, to the first token of each (TTFT).",
     "decode": "one step, which gives every sequence of the batch a token (TPOT).",
@@ -72,6 +75,7 @@ def present_roofline(rows: Sequence[Row]) -> Presentation:
     done = [row for row in rows if row["status"] == "ok"]
     phases = of_kind(done, "phase")
     limits, measured = _limits_table(done), _phase_table(phases)
+    shared = shared_settings([row["config"] for row in phases])
     every = [limits, measured, _compile_table(phases), *_operator_tables(done)]
     every += [*_device_tables(done), *_linear_tables(done)]
     brief = [limits, measured]
@@ -83,7 +87,7 @@ def present_roofline(rows: Sequence[Row]) -> Presentation:
         brief_tables=[table for table in brief if table.rows],
         pictures=_pictures(done),
         labels=[row_label(row["config"]) for row in rows],
-        held_fixed=shared_settings([row["config"] for row in phases]),
+        held_fixed={name: value for name, value in shared.items() if name not in _NOT_SETTINGS},
     )
 
 
@@ -110,11 +114,12 @@ def _limits_table(rows: Sequence[Row]) -> Table:
                 "limit": LIMITS[limit],
                 "measured by": config["by"],
                 "size": shape,
-                "median": _rate(rate_of(row), limit),
+                "best": _rate(rate_of(row), limit),
+                "median": _rate(statistics.median(samples), limit),
                 "spread": spread,
             }
         )
-    columns = ("limit", "measured by", "size", "median", "spread")
+    columns = ("limit", "measured by", "size", "best", "median", "spread")
     named = ("run",) if any("run" in cell for cell in cells) else ()
     return Table("Limits of this machine", (*named, *columns), tuple(cells))
 

@@ -32,6 +32,7 @@ from kvlab.research.phase_timing import PhaseTimer
 from kvlab.research.progress import progress
 from kvlab.research.results import RunFolder
 from kvlab.research.roofline import CostModel
+from kvlab.research.roofline_findings import of_kind, rate_of
 from kvlab.research.roofline_predictions import (
     PHASES,
     Measured,
@@ -46,6 +47,8 @@ from kvlab.research.roofline_predictions import (
 )
 from kvlab.research.rows import Row, make_row, timestamp
 from kvlab.research.variants import apply_attention, kv_heads
+
+_LIMIT_REPEATS = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,12 +203,9 @@ def machine_of(rows: Sequence[Row]) -> Device:
     Raises:
       ValueError: its bandwidth, or every peak, is missing.
     """
-    limits, memory = [], 0.0
-    for row in rows:
-        if row["config"].get("kind") == "limit" and row["status"] == "ok":
-            limits.append((row["config"]["limit"], row["metrics"][_rate(row["config"]["limit"])]))
-            memory = row["metrics"]["memory_bytes"]
-    return machine(limits, memory)
+    limits = [row for row in of_kind(rows, "limit") if row["status"] == "ok"]
+    memory = max((row["metrics"]["memory_bytes"] for row in limits), default=0.0)
+    return machine(((row["config"]["limit"], rate_of(row)) for row in limits), memory)
 
 
 def row_label(config: Mapping[str, Any]) -> str:
@@ -238,7 +238,7 @@ def _limits(study: RooflineStudy) -> _Group:
         memory = memory_bytes()
         for config in wanted:
             (probe,) = (p for p in PROBES if (p.limit, p.by) == (config["limit"], config["by"]))
-            samples, size = measure(probe, memory, max(study.repeats, 5))
+            samples, size = measure(probe, memory, max(study.repeats, _LIMIT_REPEATS))
             metrics = {"memory_bytes": memory, "size": float(size)}
             yield metrics, {_rate(probe.limit): samples}, {}
 

@@ -11,7 +11,8 @@ import pytest
 from kvlab.experiments import main
 from kvlab.experiments.flags import command_flags
 
-COMMANDS = {"fetch", "generate", "logits", "report", "rerun", "sweep", "tokenizers", "verify"}
+COMMANDS = {"fetch", "generate", "logits", "report", "rerun", "roofline", "sweep", "tokenizers"}
+COMMANDS |= {"verify"}
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
