@@ -24,6 +24,7 @@ from kvlab.research.machine import (
     LIMITS,
     NAME,
     PROBES,
+    Probe,
     machine,
     measure,
     memory_bytes,
@@ -186,7 +187,7 @@ def study_configs(study: RooflineStudy, model: Model) -> list[dict[str, Any]]:
 
 def _groups(study: RooflineStudy, model: Model, here: Callable[[], Device]) -> list[_Group]:
     """All rows of a study in the order they are measured; `here` gives the measured machine."""
-    groups = [_limits(study)]
+    groups = _limits(study)
     for variant in study.variants:
         for batch in study.batches:
             lengths = [study.prompt_tokens]  # one shape serves them all
@@ -231,18 +232,20 @@ def _rate(limit: str) -> str:
     return "bytes_per_s" if limit == BANDWIDTH else "flops_per_s"
 
 
-def _limits(study: RooflineStudy) -> _Group:
-    configs = tuple({"kind": "limit", "limit": one.limit, "by": one.by} for one in PROBES)
+def _limits(study: RooflineStudy) -> list[_Group]:
+    """One probe each: what a backend cannot do fails alone."""
 
-    def measured(wanted: Sequence[dict[str, Any]]) -> Iterator[Measured]:
-        memory = memory_bytes()
-        for config in wanted:
-            (probe,) = (p for p in PROBES if (p.limit, p.by) == (config["limit"], config["by"]))
-            samples, size = measure(probe, memory, max(study.repeats, _LIMIT_REPEATS))
-            metrics = {"memory_bytes": memory, "size": float(size)}
-            yield metrics, {_rate(probe.limit): samples}, {}
+    def group(probe: Probe) -> _Group:
+        def measured(wanted: Sequence[dict[str, Any]]) -> Iterator[Measured]:
+            memory = memory_bytes()
+            for _ in wanted:
+                samples, size = measure(probe, memory, max(study.repeats, _LIMIT_REPEATS))
+                metrics = {"memory_bytes": memory, "size": float(size)}
+                yield metrics, {_rate(probe.limit): samples}, {}
 
-    return _Group(configs, measured)
+        return _Group(({"kind": "limit", "limit": probe.limit, "by": probe.by},), measured)
+
+    return [group(probe) for probe in PROBES]
 
 
 def _phases(

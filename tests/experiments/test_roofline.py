@@ -121,6 +121,23 @@ def test_a_failed_group_is_rows_that_say_so_and_the_rest_goes_on(kvlab, tmp_path
     assert "three is too many" in shown.out
 
 
+def test_a_product_that_the_backend_cannot_do_fails_alone(kvlab, tmp_path, monkeypatch):
+    from kvlab.research import roofline_study
+
+    def no_int8(probe, memory, repeats):
+        if probe.limit == "int8_flops":
+            raise NotImplementedError("no int8 here")
+        return [1e9] * repeats, 1
+
+    monkeypatch.setattr(roofline_study, "measure", no_int8)
+    small = ["--batch=1", "--prompt_tokens=5", "--attention=gqa"]
+    shown = kvlab(*SMALL, *small, f"--out={tmp_path}/run")
+    assert shown.status == 1
+    (failed,) = [row for row in read_rows(tmp_path / "run") if row["status"] == "failed"]
+    assert failed["config"]["limit"] == "int8_flops"
+    assert "ridge is at 1.00 operations a byte" in shown.out
+
+
 def test_linear_times_of_another_machine_stand_beside(kvlab, tmp_path, data_path):
     path = data_path("measured/vidur/a100/meta-llama/Llama-2-7b-hf/mlp.csv")
     flag = f"--linear_times=A100-80GB:llama-2-7b:{path}"
