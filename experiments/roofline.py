@@ -83,7 +83,8 @@ def main(argv: list[str]) -> int:
     from kvlab.research.cache_axes import cache_specs
     from kvlab.research.devices import DEVICES
     from kvlab.research.experiment import cross
-    from kvlab.research.roofline_study import RooflineStudy, run_roofline, study_configs
+    from kvlab.research.roofline_run import run_roofline, study_configs
+    from kvlab.research.roofline_study import RooflineStudy
     from kvlab.research.variants import own_attention
 
     axes: dict[str, Any] = {name: FLAGS[name].value for name in CACHE_AXES if FLAGS[name].present}

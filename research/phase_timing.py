@@ -1,10 +1,11 @@
-"""Seconds of prefill and decode of one session, prompts of several lengths in turns.
+"""Seconds of prefill and decode of sessions that take turns, with prompts of several lengths.
 
 Axes: B sequences (slots).
 """
 
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,7 +15,22 @@ from kvlab.research import inference
 from kvlab.research.calls import Calls
 from kvlab.research.inference import InferenceConfig, Params
 
-Times = dict[int, tuple[list[float], list[float]]]
+
+@dataclasses.dataclass
+class Timed:
+    """What one session took.
+
+    Attributes:
+      compile_s: seconds that its programs took to compile.
+      compile_count: how many there are.
+      prefill_s: seconds of each prefill of all prompts, by their length.
+      step_s: seconds of a decode step, in each decode call after it.
+    """
+
+    compile_s: float
+    compile_count: int
+    prefill_s: dict[int, list[float]]
+    step_s: dict[int, list[float]]
 
 
 class PhaseTimer:
@@ -40,28 +56,15 @@ class PhaseTimer:
         random = np.random.default_rng(seed)
         self._ids = random.integers(0, config.model.vocab_size, shape).astype(np.int32)
 
-    def times(self, lengths: Sequence[int], repeats: int) -> Times:
-        """Times both phases.
-
-        Each repeat goes through all lengths, so that what else the machine does meets them alike.
-
-        Args:
-          lengths: tokens of the prompts.
-          repeats: after a warm-up.
+    def once(self, length: int) -> tuple[float, float]:
+        """Runs both phases on prompts of a length.
 
         Returns:
-          By length: seconds of each prefill of all prompts, and of each decode step after it.
-        """
-        times: Times = {length: ([], []) for length in lengths}
-        self._once(min(lengths))
-        for _ in range(repeats):
-            for length in lengths:
-                for samples, seconds in zip(times[length], self._once(length), strict=True):
-                    samples.append(seconds)
-        return times
+          Seconds of the prefill, and of one of the decode steps that follow.
 
-    def _once(self, length: int) -> tuple[float, float]:
-        """Seconds of a prefill, and of one of the decode steps that follow."""
+        Raises:
+          RuntimeError: the sequences found no room.
+        """
         calls, slots = self._calls, self._calls.config.slots
         calls.release()
         began = time.perf_counter()
@@ -101,3 +104,45 @@ class PhaseTimer:
             calls.evict(slots.tolist())
         jax.block_until_ready((calls.cache, calls.logits))
         return granted
+
+
+def timed_in_turns(
+    makers: Mapping[str, Callable[[], PhaseTimer]], lengths: Sequence[int], repeats: int
+) -> dict[str, Timed | Exception]:
+    """Times sessions side by side.
+
+    Each repeat goes through all lengths and sessions, so that what else the machine does meets them
+    alike; all their caches are in memory together.
+
+    Args:
+      makers: make each session.
+      lengths: tokens of the prompts.
+      repeats: after a warm-up.
+
+    Returns:
+      Of each session what it took, or why it failed, which stops none of the others.
+    """
+    timers: dict[str, PhaseTimer] = {}
+    results: dict[str, Timed | Exception] = {}
+    for name, make in makers.items():
+        try:
+            timers[name] = make()
+            timers[name].once(min(lengths))
+            samples: list[dict[int, list[float]]] = [{one: [] for one in lengths} for _ in range(2)]
+            compiled = timers[name].compile_s, timers[name].compile_count
+            results[name] = Timed(*compiled, *samples)
+        except Exception as error:
+            results[name] = error
+    for length in [length for _ in range(repeats) for length in lengths]:
+        for name, timer in timers.items():
+            result = results[name]
+            if isinstance(result, Exception):
+                continue
+            try:
+                prefill_s, step_s = timer.once(length)
+            except Exception as error:
+                results[name] = error
+                continue
+            result.prefill_s[length].append(prefill_s)
+            result.step_s[length].append(step_s)
+    return results

@@ -30,7 +30,7 @@ def runs_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["config"].get("run", "") for row in rows))
 
 
-def machine_of(rows: Sequence[Row], run: str = "") -> dict[str, float]:
+def limits_of(rows: Sequence[Row], run: str = "") -> dict[str, float]:
     """The limits of a run's machine: of each the best that was measured (`rate_of`)."""
     best: dict[str, float] = {}
     for row in of_kind(rows, "limit"):
@@ -105,7 +105,7 @@ def roofline_findings(rows: Sequence[Row]) -> list[str]:
 
 def _machine(rows: Sequence[Row], run: str) -> list[str]:
     """Limits and ridge points of the dtypes that were run."""
-    limits = machine_of(rows, run)
+    limits = limits_of(rows, run)
     if BANDWIDTH not in limits:
         return []
     here = f"The machine of {run}" if run else "This machine"

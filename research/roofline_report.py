@@ -18,7 +18,7 @@ from kvlab.research.roofline_findings import (
     PEAKS,
     bound,
     curve,
-    machine_of,
+    limits_of,
     of_kind,
     rate_of,
     roofline_findings,
@@ -45,7 +45,7 @@ _READING = (
     "intensity: from the ridge point on the first is less (compute-bound), before it the second "
     "(memory-bound). Operations and bytes are counted from the model's config, with every weight "
     "read once a call and scores kept on chip, so the prediction is what a perfect program would "
-    "take. Times are medians; at each batch, prefill and decode at all prompt lengths take turns, "
+    "take. Times are medians; at each batch the phases, prompt lengths and attentions take turns, "
     "after a warm-up and apart from compiling. A limit is the best sample of the fastest program "
     "that measures it, as in STREAM; what else the machine does slows the phases down, and counts "
     "as distance from the limit."
@@ -127,7 +127,12 @@ def _limits_table(rows: Sequence[Row]) -> Table:
 def _phase_table(rows: Sequence[Row]) -> Table:
     name_of = variant_namer(rows)
     cells = []
-    for row in sorted(rows, key=lambda row: PHASES.index(row["config"]["phase"])):
+    variants = list(dict.fromkeys(map(name_of, rows)))
+
+    def place(row: Row) -> tuple[int, int]:
+        return PHASES.index(row["config"]["phase"]), variants.index(name_of(row))
+
+    for row in sorted(rows, key=place):
         config, metrics = row["config"], row["metrics"]
         seconds = seconds_of(row)
         samples = row["repeats"]["ttft_s" if config["phase"] == "prefill" else "tpot_s"]
@@ -267,7 +272,7 @@ def _pictures(rows: Sequence[Row]) -> list[Picture]:
     name_of = variant_namer(phases)
     panels = []
     for run in runs_of(phases):
-        machine = machine_of(rows, run)
+        machine = limits_of(rows, run)
         for phase in PHASES:
             some = [
                 row

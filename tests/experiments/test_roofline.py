@@ -103,16 +103,16 @@ def removed(config):
 
 
 def test_a_failed_group_is_rows_that_say_so_and_the_rest_goes_on(kvlab, tmp_path, monkeypatch):
-    from kvlab.research import roofline_study
+    from kvlab.research import roofline_run
 
-    make = roofline_study.PhaseTimer
+    make = roofline_run.PhaseTimer
 
     def fail(params, config, seed):
         if config.slots == 3:
             raise RuntimeError("three is too many")
         return make(params, config, seed)
 
-    monkeypatch.setattr(roofline_study, "PhaseTimer", fail)
+    monkeypatch.setattr(roofline_run, "PhaseTimer", fail)
     shown = kvlab(*SMALL, "--attention=gqa", f"--out={tmp_path}/run")
     assert shown.status == 1
     failed = [row for row in read_rows(tmp_path / "run") if row["status"] == "failed"]
@@ -122,14 +122,14 @@ def test_a_failed_group_is_rows_that_say_so_and_the_rest_goes_on(kvlab, tmp_path
 
 
 def test_a_product_that_the_backend_cannot_do_fails_alone(kvlab, tmp_path, monkeypatch):
-    from kvlab.research import roofline_study
+    from kvlab.research import roofline_run
 
     def no_int8(probe, memory, repeats):
         if probe.limit == "int8_flops":
             raise NotImplementedError("no int8 here")
         return [1e9] * repeats, 1
 
-    monkeypatch.setattr(roofline_study, "measure", no_int8)
+    monkeypatch.setattr(roofline_run, "measure", no_int8)
     small = ["--batch=1", "--prompt_tokens=5", "--attention=gqa"]
     shown = kvlab(*SMALL, *small, f"--out={tmp_path}/run")
     assert shown.status == 1

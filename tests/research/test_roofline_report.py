@@ -11,7 +11,7 @@ from kvlab.research.roofline_chart import (
     draw_against,
     draw_rooflines,
 )
-from kvlab.research.roofline_findings import bound, machine_of, roofline_findings, variant_namer
+from kvlab.research.roofline_findings import bound, limits_of, roofline_findings, variant_namer
 
 WORKLOAD = {"model": "m", "dtype": "float32", "placement": "paged", "page_size": 16}
 WORKLOAD |= {"storage": "float32"}
@@ -130,7 +130,7 @@ ROWS = [*LIMITS, *PHASES, *OPERATORS, *DEVICES, LINEAR]
 
 
 def test_the_machine_is_its_fastest_probes():
-    assert machine_of(LIMITS) == {"bandwidth": 20e9, "float32_flops": 200e9}
+    assert limits_of(LIMITS) == {"bandwidth": 20e9, "float32_flops": 200e9}
     assert [bound(one) for one in PHASES] == ["compute"] * 2 + ["memory"] * 2 + [
         "compute",
         "memory",
