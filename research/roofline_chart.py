@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvlab.research.chart_style import (
     COLOURS,
@@ -165,9 +166,17 @@ def _draw_roof(axes: Axes, panel: RooflinePanel) -> None:
     )
     style(axes, panel.title, "arithmetic intensity, FLOP/byte (log scale)")
     axes.set_ylabel(f"{unit} (log scale)", fontsize=9, color=MUTED)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / divisor:,g}"))
+    _set_ticks(axes.xaxis, right / left, 1.0)
+    _set_ticks(axes.yaxis, axes.get_ylim()[1] / axes.get_ylim()[0], divisor)
     axes.grid(color=GRID, linewidth=0.8)
+
+
+def _set_ticks(axis: Axis, reach: float, divisor: float) -> None:
+    """Writes powers of ten, and on a short axis 2 and 5 of each."""
+    if reach < 10**2.5:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / divisor:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _write(axes: Axes, text: str, x: float, y: float, side: str) -> None:
@@ -260,8 +269,7 @@ def draw_against(pairs: Sequence[TimePair]) -> bytes:
     style(axes, "Measured against predicted", "predicted by the limits, ms (log scale)")
     axes.set_ylabel("measured, ms (log scale)", fontsize=9, color=MUTED)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axis.set_minor_formatter(NullFormatter())
+        _set_ticks(axis, high / low, 1.0)
     axes.grid(color=GRID, linewidth=0.8)
     swatches = [
         Line2D([], [], linewidth=6, color=COLOURS[i % len(COLOURS)], label=one)

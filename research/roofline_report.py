@@ -20,7 +20,6 @@ from kvlab.research.roofline_findings import (
     curve,
     limits_of,
     of_kind,
-    rate_of,
     roofline_findings,
     runs_of,
     seconds_of,
@@ -47,8 +46,8 @@ _READING = (
     "read once a call and scores kept on chip, so the prediction is what a perfect program would "
     "take. Times are medians; at each batch the phases, prompt lengths and attentions take turns, "
     "after a warm-up and apart from compiling. A limit is the best sample of the fastest program "
-    "that measures it, as in STREAM; what else the machine does slows the phases down, and counts "
-    "as distance from the limit."
+    "that measures it (as in STREAM) before, between and after the phases; what else the machine "
+    "does slows the phases down, and counts as distance from the limit."
 )
 _NOT_SETTINGS = ("kind", "phase")
 _TERMS = {
@@ -102,21 +101,24 @@ def _rate(value: float, limit: str) -> str:
 
 def _limits_table(rows: Sequence[Row]) -> Table:
     cells = []
+    by_probe: dict[tuple[str, str, str], list[Row]] = {}
     for row in of_kind(rows, "limit"):
         config = row["config"]
-        (samples,) = row["repeats"].values()
-        spread = _spread(samples, lambda value: significant(value / 1e9))
-        size, limit = row["metrics"]["size"], config["limit"]
+        key = config.get("run", ""), config["limit"], config["by"]
+        by_probe.setdefault(key, []).append(row)
+    for (run, limit, by), some in by_probe.items():
+        samples = [one for row in some for values in row["repeats"].values() for one in values]
+        size = max(row["metrics"]["size"] for row in some)
         shape = f"{mebibytes(size)} MiB" if limit == "bandwidth" else f"{whole(size)} squared"
         cells.append(
-            ({"run": config["run"]} if "run" in config else {})
+            ({"run": run} if run else {})
             | {
                 "limit": LIMITS[limit],
-                "measured by": config["by"],
+                "measured by": by,
                 "size": shape,
-                "best": _rate(rate_of(row), limit),
+                "best": _rate(max(samples), limit),
                 "median": _rate(statistics.median(samples), limit),
-                "spread": spread,
+                "spread": _spread(samples, lambda value: significant(value / 1e9)),
             }
         )
     columns = ("limit", "measured by", "size", "best", "median", "spread")

@@ -27,7 +27,7 @@ from kvlab.research.phase_timing import PhaseTimer, Timed, timed_in_turns
 from kvlab.research.progress import progress
 from kvlab.research.results import RunFolder
 from kvlab.research.roofline import CostModel
-from kvlab.research.roofline_findings import of_kind, rate_of
+from kvlab.research.roofline_findings import PEAKS, of_kind, rate_of
 from kvlab.research.roofline_predictions import (
     PHASES,
     Measured,
@@ -64,6 +64,9 @@ class _Group:
 
 def run_roofline(study: RooflineStudy, model: Model, folder: RunFolder) -> list[Row]:
     """Measures what the folder has no finished row of.
+
+    Limits are measured before, between and after the phases, since other load comes and goes;
+    phases measured before a limit was known at its best get a row anew, with the same times.
 
     Args:
       study: what to run.
@@ -106,7 +109,38 @@ def run_roofline(study: RooflineStudy, model: Model, folder: RunFolder) -> list[
                 )
                 folder.append(row)
             report.advance(row_label(left[-1]), len(left))
+    for row in _rated_anew(folder.rows, study, model):
+        folder.append(row)
     return folder.rows
+
+
+def _rated_anew(rows: Sequence[Row], study: RooflineStudy, model: Model) -> Iterator[Row]:
+    """Rows of phases whose limits have been seen better since, with the same times."""
+    for row in of_kind(rows, "phase"):
+        if row["status"] != "ok":
+            continue
+        config, metrics = row["config"], row["metrics"]
+        variant = next(v for v in study.variants if v.settings().items() <= config.items())
+        costs = CostModel(_with_attention(model, variant), variant.cache, machine_of(rows))
+        seconds = row["repeats"]["ttft_s" if config["phase"] == "prefill" else "tpot_s"]
+        length = config["prompt_tokens"]
+        timed = Timed(
+            metrics["compile_s"],
+            int(metrics["compile_count"]),
+            {length: seconds},
+            {length: seconds},
+        )
+        found, samples, _ = _phase_metrics(costs, config, timed)
+        if (found["mfu"], found["mbu"]) != (metrics["mfu"], metrics["mbu"]):
+            yield make_row(
+                "roofline",
+                config,
+                row["seed"],
+                metrics=found,
+                repeats=samples,
+                started=row["started"],
+                wall_s=row["wall_s"],
+            )
 
 
 def study_configs(study: RooflineStudy, model: Model) -> list[dict[str, Any]]:
@@ -128,7 +162,7 @@ def study_configs(study: RooflineStudy, model: Model) -> list[dict[str, Any]]:
 
 def _groups(study: RooflineStudy, model: Model, here: Callable[[], Device]) -> list[_Group]:
     """All rows of a study in the order they are measured; `here` gives the measured machine."""
-    groups = _limits(study)
+    turn, groups = 0, _limits(study, 0)
     caches = {
         one.cache: [v for v in study.variants if v.cache == one.cache] for one in study.variants
     }
@@ -138,6 +172,8 @@ def _groups(study: RooflineStudy, model: Model, here: Callable[[], Device]) -> l
             if variants[0].recomputes:
                 lengths = [(one,) for one in study.prompt_tokens]
             groups += [_phases(study, model, variants, batch, some, here) for some in lengths]
+            turn += 1
+            groups += _limits(study, turn)
     groups += [_operators(study, model, here), _devices(study, model, here)]
     return [*groups, *_linear_times(study)]
 
@@ -158,8 +194,8 @@ def _rate(limit: str) -> str:
     return "bytes_per_s" if limit == BANDWIDTH else "flops_per_s"
 
 
-def _limits(study: RooflineStudy) -> list[_Group]:
-    """One probe each: what a backend cannot do fails alone."""
+def _limits(study: RooflineStudy, turn: int) -> list[_Group]:
+    """One probe each, so that what a backend cannot do fails alone; all probes in turn 0."""
 
     def group(probe: Probe) -> _Group:
         def measured(wanted: Sequence[dict[str, Any]]) -> Iterator[Measured]:
@@ -169,9 +205,11 @@ def _limits(study: RooflineStudy) -> list[_Group]:
                 metrics = {"memory_bytes": memory, "size": float(size)}
                 yield metrics, {_rate(probe.limit): samples}, {}
 
-        return _Group(({"kind": "limit", "limit": probe.limit, "by": probe.by},), measured)
+        config = {"kind": "limit", "limit": probe.limit, "by": probe.by, "turn": turn}
+        return _Group((config,), measured)
 
-    return [group(probe) for probe in PROBES]
+    used = (BANDWIDTH, PEAKS[study.dtype])
+    return [group(probe) for probe in PROBES if turn == 0 or probe.limit in used]
 
 
 def _phases(

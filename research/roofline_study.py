@@ -78,7 +78,7 @@ def row_label(config: Mapping[str, Any]) -> str:
     """A row's config in a few words."""
     match config["kind"]:
         case "limit":
-            return f"{LIMITS[config['limit']]} by {config['by']}"
+            return f"{LIMITS[config['limit']]} by {config['by']}, turn {config['turn']}"
         case "phase":
             run = f"{config['run']}: " if "run" in config else ""
             return (

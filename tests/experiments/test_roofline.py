@@ -80,13 +80,13 @@ def test_a_stopped_run_goes_on_and_measures_nothing_twice(kvlab, tmp_path):
     results = folder / "results.jsonl"
     lines = results.read_text().splitlines(keepends=True)
     kept = [line for line in lines if not removed(json.loads(line)["config"])]
-    assert len(lines) - len(kept) == 3
+    assert len(read_rows(folder)) == read_manifest(folder)["points"]
     results.write_text("".join(kept))
     again = kvlab(*command)
     assert again.status == 0
     after = results.read_text().splitlines(keepends=True)
     assert after[: len(kept)] == kept
-    assert len(after) == len(lines)
+    assert len(after) == len(kept) + 3
     assert kvlab(*command).status == 0
     assert results.read_text().splitlines(keepends=True) == after
     other = kvlab(*command, "--repeats=1")
@@ -124,7 +124,7 @@ def test_a_failed_group_is_rows_that_say_so_and_the_rest_goes_on(kvlab, tmp_path
 def test_a_product_that_the_backend_cannot_do_fails_alone(kvlab, tmp_path, monkeypatch):
     from kvlab.research import roofline_run
 
-    def no_int8(probe, memory, repeats):
+    def no_int8(probe, _memory, repeats):
         if probe.limit == "int8_flops":
             raise NotImplementedError("no int8 here")
         return [1e9] * repeats, 1
@@ -136,6 +136,27 @@ def test_a_product_that_the_backend_cannot_do_fails_alone(kvlab, tmp_path, monke
     (failed,) = [row for row in read_rows(tmp_path / "run") if row["status"] == "failed"]
     assert failed["config"]["limit"] == "int8_flops"
     assert "ridge is at 1.00 operations a byte" in shown.out
+
+
+def test_phases_are_rated_by_the_best_limits_of_the_whole_run(kvlab, tmp_path, monkeypatch):
+    from kvlab.research import roofline_run
+
+    rates = iter([1e9] * 7 + [4e9] * 8)
+    monkeypatch.setattr(roofline_run, "measure", lambda *_: ([next(rates)] * 9, 1))
+    small = [*SMALL, "--prompt_tokens=5", "--attention=gqa", f"--out={tmp_path}/run"]
+    assert kvlab(*small).status == 0
+    (early, *_), phases = (of_kind(read_rows(tmp_path / "run"), k) for k in ("limit", "phase"))
+    assert early["metrics"]["bytes_per_s"] == 1e9
+    assert len(phases) == 4
+    for row in phases:
+        metrics = row["metrics"]
+        time = "ttft_s" if row["config"]["phase"] == "prefill" else "tpot_s"
+        assert metrics["mbu"] * 4e9 * metrics[time] == pytest.approx(metrics["moved_bytes"])
+        assert metrics["mfu"] * 4e9 * metrics[time] == pytest.approx(metrics["flops"])
+    before = (tmp_path / "run" / "results.jsonl").read_text()
+    assert len(before.splitlines()) == len(read_rows(tmp_path / "run")) + 2  # those of batch 1
+    assert kvlab(*small).status == 0
+    assert (tmp_path / "run" / "results.jsonl").read_text() == before
 
 
 def test_linear_times_of_another_machine_stand_beside(kvlab, tmp_path, data_path):
