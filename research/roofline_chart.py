@@ -159,7 +159,7 @@ def _draw_roof(axes: Axes, panel: RooflinePanel) -> None:
     _write(axes, f"peak {significant(panel.peak / divisor)} {unit}", right, panel.peak, "right")
     _write(
         axes,
-        f"ridge {significant(ridge)} FLOP/byte, {significant(panel.bandwidth / 1e9)} GB/s",
+        f"ridge {significant(ridge)} FLOP/byte\n{significant(panel.bandwidth / 1e9)} GB/s",
         ridge,
         panel.peak,
         "right",
