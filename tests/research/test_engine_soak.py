@@ -45,7 +45,8 @@ def soak(tiny, seed, count):
     """Adds, cancels and steps at random; every answer is that of the request alone."""
     random = np.random.default_rng(seed)
     config = tiny.config("gqa", Paged(8))
-    engine = Engine(ModelExecutor(tiny.params("gqa"), config))
+    # The least headroom, for the most preemptions.
+    engine = Engine(ModelExecutor(tiny.params("gqa"), config), EngineOptions(headroom_tokens=1))
     oracle = Engine(ModelExecutor(tiny.params("gqa"), config), EngineOptions(reuse_prefixes=False))
     prefixes = [random.integers(0, 101, int(random.integers(8, 60))).tolist() for _ in range(4)]
     requests, results, cancelled = {}, {}, set()

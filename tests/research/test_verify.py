@@ -110,7 +110,7 @@ class TestBrokenCaches:
             return wrapper
 
         monkeypatch.setattr(PageTable, "rows", rows)
-        for name in ("slots", "reader"):
+        for name in ("slots", "reader", "units"):
             monkeypatch.setattr(PagedCache, name, followed(getattr(PagedCache, name)))
         found = rows_of(model_of(tiny, 103), (PAGED, (ORACLE, *BITS)))
         assert failed(found) == {("paged:8", "fork")}
