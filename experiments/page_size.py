@@ -18,15 +18,18 @@ _RATES: dict[str, Rates] = {"sharegpt-like": (3.5,), "alpaca-like": (80.0,)}
 _PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Of the same number of tokens whatever the page: with the headroom of a single token, small pages
 # would fill the pool to its last slot, and what they cost would be preemptions.
-_HEADROOM = {
-    "headroom_tokens": dataclasses.replace(SIMULATION_FLAGS["headroom_tokens"], default=16)
+_OWN = {
+    "headroom_tokens": dataclasses.replace(SIMULATION_FLAGS["headroom_tokens"], default=16),
+    "page_size": dataclasses.replace(
+        SIMULATION_FLAGS["page_size"], help="tokens a page; 1, 2, 4, ... 256 if not given"
+    ),
 }
 
 FLAGS = command_flags(
     "seed",
     out="the run folder; runs/NAME-HASH if not given",
     rate=RATE_FLAG,
-    **{name: flag for name, flag in SIMULATION_FLAGS.items() if name != "allocator"} | _HEADROOM,
+    **{name: flag for name, flag in SIMULATION_FLAGS.items() if name != "allocator"} | _OWN,
 )
 
 

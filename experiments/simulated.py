@@ -56,7 +56,7 @@ SIMULATION_FLAGS: dict[str, Any] = {
     "num_requests": Flag(
         whole(1, MOST_REQUESTS),
         "N",
-        "requests of each workload; enough for 400,000 tokens, or up to 1,000 of a trace",
+        "requests of each workload; enough for 400,000 tokens, or up to 5,000 of a trace",
     ),
     "skip_bad_rows": Flag(bool, "", "leave malformed rows of a trace out, and count them", False),
     "kv_slots": Flag(

@@ -53,7 +53,8 @@ _READING = (
 _CONDITIONS = (
     "Published conditions: real ShareGPT and Alpaca texts (mean 161 in and 338 out, 19 in and 58 "
     "out), vLLM of 2023 and the authors' Orca on a real A100. Here: lengths drawn from lognormals "
-    "with those means (or the trace that was given), an ideal A100 and this project's scheduler, "
+    "with those means, of which those that fit are shorter (or the trace that was given), an ideal "
+    "A100 and this project's scheduler, "
     "which prefills in chunks beside running decodes."
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.research.arrivals import Workload, poisson, taken
+from kvlab.research.cache_usage import over_time
 from kvlab.research.cost_model import OPT_13B, StepCost
 from kvlab.research.devices import DEVICES
 from kvlab.research.engine import Engine, EngineOptions
@@ -27,7 +28,7 @@ KV_BYTES = 12 * 2**30
 """Memory for keys and values of OPT-13B on an A100-40GB: PagedAttention, Table 1."""
 
 _TOKENS = 400_000  # of a drawn workload, prompts and outputs, where no number of requests is given
-_MOST_REQUESTS = 1000  # of a trace or an unnamed mix, likewise
+_MOST_REQUESTS = 5000  # of a trace or an unnamed mix, likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,8 +217,8 @@ def measure_point(
     metrics["requests_too_long"] = workload.too_long
     metrics["requests_refused"] = len(refused)
     metrics["prompt_tokens_mean"], metrics["output_tokens_mean"] = lengths.mean(axis=0)
-    shares = [(usage.time_s, usage.filled / usage.total) for usage in engine.history]
-    return metrics, {"kv_filled": shares[:: max(1, len(shares) // 400)]}
+    filled = over_time(engine.history, 0.0, lambda use: use.filled / use.total)
+    return metrics, {"kv_filled": filled}
 
 
 def _sequences(workload: Workload, kv_slots: int) -> int:

@@ -1,12 +1,15 @@
 """How an engine's requests use its cache, token slot by token slot."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvlab.research.executor import Executor
 from kvlab.research.live_requests import LiveRequest
+
+_IDLE_S = 0.01  # between steps, from which an engine had nothing to do
 
 
 class Usage(NamedTuple):
@@ -29,6 +32,33 @@ class Usage(NamedTuple):
     internal: int
     cached: int  # of prefixes that no request uses
     free: int
+
+
+def over_time(
+    history: Sequence[Usage], began: float, value: Callable[[Usage], float]
+) -> list[tuple[float, float]]:
+    """What steps used, as a curve whose values hold until the next; 0 while no step ran.
+
+    Args:
+      history: of an engine.
+      began: the time that is 0.
+      value: of a step.
+
+    Returns:
+      (seconds, value) pairs, some 400 of the steps.
+    """
+    points: list[tuple[float, float]] = []
+    every = max(1, len(history) // 400)
+    for number, use in enumerate(history):
+        start, last = use.time_s - use.step_s, history[number - 1].time_s if number else -math.inf
+        idle = start - last > _IDLE_S
+        if idle and number:
+            points.append((last - began, 0.0))
+        if idle or number % every == 0:
+            points.append((start - began, value(use)))
+    if history:
+        points.append((history[-1].time_s - began, 0.0))
+    return points
 
 
 def measure(executor: Executor, running: Sequence[LiveRequest], waiting: int, cached: int) -> Usage:

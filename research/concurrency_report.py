@@ -166,6 +166,13 @@ def _concurrency_findings(found: RowsByAllocator) -> list[str]:
                     f"{', '.join(parts)}."
                 )
     sentences += _why_fewer(found)
+    if any(workload == "alpaca-like" and name in ("pow2", "oracle") for workload, name in found):
+        sentences.append(
+            "alpaca-like: what pow2 and oracle reserve depends on how prompt plus output falls "
+            "between powers of two, and only the means of Alpaca's lengths are published; their "
+            "spread here is assumed, so these two differ from the published ones also while "
+            "requests wait."
+        )
     for workload in dict.fromkeys(workload for workload, _ in found):
         rates = {
             name: sustained_rate(curve, LATENCY_LIMIT_S)

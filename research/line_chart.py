@@ -20,6 +20,7 @@ from kvlab.research.chart_style import (
 _PANEL_INCHES = 3.6
 _LEGEND_LINE_INCHES = 0.19
 _LEGEND_COLUMNS = 2
+_FEW = 9
 _LONG_LABEL = 55  # characters: two of them fill the width
 _DASHES = ("-", "--", ":", "-.")
 
@@ -102,6 +103,10 @@ def draw_lines(panels: Sequence[LinePanel]) -> bytes:
                 drawstyle="steps-post" if panel.stepped else "default",
             )
             handles.setdefault(line.label, drawn)
+        counted = sorted({x for line in panel.lines for x, _ in line.points})
+        few = panel.marked and not panel.doubling and len(counted) <= _FEW
+        if few and all(float(x).is_integer() for x in counted):
+            axes.set_xticks(counted)  # there is nothing between whole numbers of something
     figure.legend(
         handles=[handles[label] for label in labels],
         labels=labels,

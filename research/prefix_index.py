@@ -71,7 +71,8 @@ class _Block:
     parent: Hashable
     ids: np.ndarray | None  # [p] int32
     users: int = 0
-    children: set[Hashable] = dataclasses.field(default_factory=set)
+    # In the order they came: sets of bytes have another one in every process.
+    children: dict[Hashable, None] = dataclasses.field(default_factory=dict)
 
 
 class PrefixIndex:
@@ -93,7 +94,7 @@ class PrefixIndex:
         self.page_size = page_size
         self.hit_blocks = self.asked_blocks = self.hit_tokens = self.asked_tokens = 0
         self._blocks: dict[Hashable, _Block] = {}
-        self._roots: set[Hashable] = set()
+        self._roots: dict[Hashable, None] = {}
         self._idle: collections.OrderedDict[Hashable, None] = collections.OrderedDict()
 
     def __len__(self) -> int:
@@ -182,7 +183,8 @@ class PrefixIndex:
                     start = number * self.page_size
                     ids = np.array(prompt.ids[start : start + self.page_size], np.int32)
                 self._blocks[digest] = _Block(int(page), parent, ids)
-                (self._roots if parent is None else self._blocks[parent].children).add(digest)
+                siblings = self._roots if parent is None else self._blocks[parent].children
+                siblings[digest] = None
                 self._idle[digest] = None
                 pinned.append(int(page))
             if digest not in used:
@@ -217,7 +219,7 @@ class PrefixIndex:
             digest, _ = self._idle.popitem(last=False)
             block = self._blocks.pop(digest)
             siblings = self._roots if block.parent is None else self._blocks[block.parent].children
-            siblings.remove(digest)
+            del siblings[digest]
             pages.append(block.page)
         return pages
 

@@ -65,6 +65,7 @@ _RATIOS = {
     "running_mean": "the requests at once",
     "output_tokens_per_s": "the tokens a second",
     "ttft_p50_s": "the median time to first token",
+    "tpot_p50_s": "the median time per output token",
 }
 
 

@@ -7,7 +7,7 @@ answers, counts and checks, and no times.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from kvlab.models.load import Model
 from kvlab.research.arrivals import Workload
+from kvlab.research.cache_usage import Usage, over_time
 from kvlab.research.engine import Engine, EngineOptions
 from kvlab.research.executor import ModelExecutor, refusal
 from kvlab.research.inference_config import InferenceConfig
@@ -258,9 +259,9 @@ def _figures(row: Row) -> RequestFigures:
 def _series(engine: Engine) -> Series:
     """The use of the cache and the requests at once, over seconds since the first arrival."""
     began = min((times.arrival_s for times in engine.times.values()), default=0.0)
-    history = engine.history[:: max(1, len(engine.history) // 400)]
-    return {
-        "kv_filled": [(use.time_s - began, use.filled / use.total) for use in history],
-        "kv_taken": [(use.time_s - began, 1 - use.free / use.total) for use in history],
-        "running": [(use.time_s - began, float(use.running)) for use in history],
+    curves: dict[str, Callable[[Usage], float]] = {
+        "kv_filled": lambda use: use.filled / use.total,
+        "kv_taken": lambda use: 1 - use.free / use.total,
+        "running": lambda use: float(use.running),
     }
+    return {name: over_time(engine.history, began, value) for name, value in curves.items()}

@@ -1,6 +1,7 @@
 """Horizontal bars of parts that add up to a whole."""
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 
 from matplotlib.patches import Patch
@@ -16,6 +17,7 @@ from kvlab.research.chart_style import (
 )
 
 _BAR_INCHES = 0.34
+_TITLE_LETTERS = 72  # that fill the width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ def draw_stacked_bars(title: str, parts: Sequence[str], bars: Sequence[StackedBa
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, 100)
-    style(axes, title, "percent of the memory for keys and values")
+    style(axes, textwrap.fill(title, _TITLE_LETTERS), "percent of the memory for keys and values")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     figure.legend(
