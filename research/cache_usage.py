@@ -1,6 +1,5 @@
 """How an engine's requests use its cache, token slot by token slot."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -8,8 +7,6 @@ import numpy as np
 
 from kvlab.research.executor import Executor
 from kvlab.research.live_requests import LiveRequest
-
-_IDLE_S = 0.01  # between steps, from which an engine had nothing to do
 
 
 class Usage(NamedTuple):
@@ -26,6 +23,7 @@ class Usage(NamedTuple):
     running: int  # requests
     samples: int  # of those
     waiting: int  # requests
+    left: int  # requests that wait or run at the end of the step
     total: int
     filled: int  # a slot that several samples share counts once
     reserved: int
@@ -37,7 +35,7 @@ class Usage(NamedTuple):
 def over_time(
     history: Sequence[Usage], began: float, value: Callable[[Usage], float]
 ) -> list[tuple[float, float]]:
-    """What steps used, as a curve whose values hold until the next; 0 while no step ran.
+    """What steps used, as a curve whose values hold until the next; 0 while there is no request.
 
     Args:
       history: of an engine.
@@ -50,12 +48,11 @@ def over_time(
     points: list[tuple[float, float]] = []
     every = max(1, len(history) // 400)
     for number, use in enumerate(history):
-        start, last = use.time_s - use.step_s, history[number - 1].time_s if number else -math.inf
-        idle = start - last > _IDLE_S
-        if idle and number:
-            points.append((last - began, 0.0))
+        idle = number > 0 and history[number - 1].left == 0
+        if idle:
+            points.append((history[number - 1].time_s - began, 0.0))
         if idle or number % every == 0:
-            points.append((start - began, value(use)))
+            points.append((use.time_s - use.step_s - began, value(use)))
     if history:
         points.append((history[-1].time_s - began, 0.0))
     return points
@@ -89,6 +86,7 @@ def measure(executor: Executor, running: Sequence[LiveRequest], waiting: int, ca
         running=len(running),
         samples=len(slots),
         waiting=waiting,
+        left=len(running) + waiting,
         total=total,
         filled=used - cached - unfilled,
         reserved=int(reserved.sum()),

@@ -187,8 +187,8 @@ class Engine:
         prefilled = self._prefill()
         usage = self._measure()
         self._decode(beside_prefill=prefilled)
-        ended = self.executor.now()
-        self.history.append(usage._replace(time_s=ended, step_s=ended - began))
+        ended, left = self.executor.now(), len(self._live)
+        self.history.append(usage._replace(time_s=ended, step_s=ended - began, left=left))
         progress, self._progress = self._progress, []
         return progress
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvlab.research.cache_usage import Usage
+from kvlab.research.cache_usage import Usage, over_time
 from kvlab.research.request_metrics import (
     RequestFigures,
     Targets,
@@ -171,8 +171,19 @@ def test_a_figure_that_cannot_be_formed_is_absent():
 def usage(time_s, running, waiting, filled, reserved, internal, cached, samples=None, step_s=1.0):
     total, samples = 100, running if samples is None else samples
     free = total - filled - reserved - internal - cached
-    counts = running, samples, waiting, total, filled, reserved, internal, cached, free
-    return Usage(time_s, step_s, *counts)
+    counts = running, samples, waiting, running + waiting, total, filled, reserved, internal
+    return Usage(time_s, step_s, *counts, cached, free)
+
+
+def test_a_curve_is_0_where_there_was_no_request_and_holds_where_one_waited():
+    history = [
+        usage(2.0, 3, 0, 10, 0, 0, 0)._replace(left=1),
+        usage(5.0, 1, 0, 20, 0, 0, 0)._replace(left=0),  # began at 4: its request waited for it
+        usage(9.0, 2, 0, 30, 0, 0, 0)._replace(left=0),
+    ]
+    curve = over_time(history, 1.0, lambda use: use.running)
+    assert curve == [(0.0, 3), (3.0, 1), (4.0, 0.0), (7.0, 2), (8.0, 0.0)]
+    assert over_time([], 0.0, lambda use: use.running) == []
 
 
 # A step of 1 second, one of 3 while two wait, one of 4.

@@ -153,7 +153,7 @@ def test_what_is_filled_reserved_and_wasted_is_counted_token_by_token():
     list(serve(engine, [request(0, 20, 6), request(1, 3, 20)]))
     first = engine.history[0]._replace(time_s=0, step_s=0)
     # 12 slots are free behind 20 tokens, 6 of them to be used; 13 behind 3, all to be used.
-    counts = {"running": 2, "samples": 2, "waiting": 0, "total": 160, "filled": 23}
+    counts = {"running": 2, "samples": 2, "waiting": 0, "left": 2, "total": 160, "filled": 23}
     assert first == Usage(0, 0, **counts, reserved=6 + 13, internal=6, cached=0, free=160 - 48)
 
 
