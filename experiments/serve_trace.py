@@ -35,7 +35,11 @@ FLAGS = command_flags(
     num_requests=Flag(
         whole(1, MOST_REQUESTS), "N", "requests to serve; 64, or all of a trace that has fewer"
     ),
-    length_scale=Flag(positive(1e6), "X", "factor of all lengths, for small models", 0.125),
+    length_scale=Flag(
+        positive(1e6),
+        "X",
+        "factor of all lengths, for small models; 0.125, or 1 where lengths are written out",
+    ),
     rate_scale=Flag(positive(1e9), "X", "factor of a trace's arrival rate", 1.0),
     rate=Flag(positive(1e6), "X", "requests a second, drawn anew; 2 where a workload has no times"),
     kv_mib=Flag(positive(1e9), "X", "memory for keys and values, MiB", 96.0),
@@ -91,6 +95,7 @@ def _study() -> "ServeStudy":
     if FLAGS.attention or FLAGS.implementation:
         raise ValueError("serve_trace runs the model's own attention; leave --attention out")
     timeless = not FLAGS.workload.startswith(("azure:", "mooncake:"))
+    written = FLAGS.workload.startswith(("uniform:", "lognormal:"))
     rate = FLAGS.rate or (2.0 if timeless else None)
     if FLAGS["rate_scale"].present and rate is not None:
         raise ValueError(
@@ -104,7 +109,7 @@ def _study() -> "ServeStudy":
         workload=FLAGS.workload,
         caches=tuple(caches),
         num_requests=FLAGS.num_requests or (None if is_trace(FLAGS.workload) else _REQUESTS),
-        length_scale=FLAGS.length_scale,
+        length_scale=FLAGS.length_scale or (1.0 if written else 0.125),
         rate_scale=FLAGS.rate_scale,
         rate=rate,
         kv_mib=FLAGS.kv_mib,

@@ -109,7 +109,7 @@ def present_memory_waste(rows: Sequence[Row]) -> Presentation:
         tables.append(Table(title, ("allocator", *headings, "preemptions"), cells))
         bars = []
         for name, measured in shares.items():
-            bars.append(StackedBar(f"{name}, measured", measured))
+            bars.append(StackedBar(f"{name}, simulated", measured))
             if name in published:
                 bars.append(StackedBar(f"{name}, published", published[name], faint=True))
         caption = (

@@ -24,7 +24,8 @@ class Request:
       sampling: how tokens are chosen, with the request's seed; sample i has `sample_index` i.
       stop_ids: token ids that end a sample, at most `inference.MAX_STOP_IDS`.
       n: samples; they share the pages of the prompt.
-      arrival_s: when it came, by the engine's clock.
+      arrival_s: when it came, by the clock of the engine's executor (`executor.now()`); times to
+        the first token count from it.
       prompt_hashes: of the prompt's full pages, where a trace gives hashes and no text.
     """
 

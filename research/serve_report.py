@@ -41,13 +41,14 @@ _BRIEF = frozenset(
 )
 _TERMS = {
     "in parts": "the run was stopped and went on: so many parts served the requests between them.",
-    "at once": "requests that have a slot and memory, averaged over the time of arrivals.",
+    "at once": "requests that have a slot and memory; mean and most are of the time from the first "
+    "arrival to the last, so that the end, when nobody comes any more, does not count.",
     "TTFT": "time to first token: from a request's arrival to its first token, waiting included.",
     "TPOT": "time per output token: of the tokens after a request's first one.",
     "ITL": "inter-token latency: between two tokens of a request; the steps of one call on the "
     "device are taken as equally long.",
     "within targets": "requests whose TTFT and TPOT both met their targets, of all (goodput).",
-    "KV filled": "share of the memory for keys and values that holds tokens, over time.",
+    "KV filled": "share of the memory for keys and values that holds tokens, over the same time.",
     "preemptions": "times a request gave up its pages because they ran out, and was replayed.",
     "prefix hits": "full pages of prompts that were known from earlier requests.",
     "pages left": "pages that a request still holds at the end; 0 unless something leaks.",
@@ -60,6 +61,7 @@ _READING = (
 )
 
 
+_ALIKE = 1.1  # sizes of caches that are a whole number of pages, or of rows
 _PLACEMENT = ("placement", "page_size", "window")
 _RATIOS = {
     "running_mean": "the requests at once",
@@ -222,7 +224,16 @@ def _compared(one: _Served, variants: Sequence[_Served]) -> list[str]:
     ]
     if not ratios:
         return []
-    return [f"On the same memory {one.name} has, of {base.name}, {', '.join(ratios)}."]
+    if not (one.metrics.get("waiting_share") or base.metrics.get("waiting_share")):
+        return [
+            f"No request ever waited for {one.name} or {base.name}, so memory decided nothing: how "
+            "many run at once tells only how long they take. Raise the rate, or lower --kv_mib."
+        ]
+    bytes_of = [served.metrics.get("kv_bytes_allocated", 0.0) for served in (one, base)]
+    same = max(bytes_of) <= _ALIKE * min(bytes_of)
+    sizes = " and ".join(f"{mebibytes(size)} MiB" for size in bytes_of)
+    on = "On the same memory" if same else f"On {sizes} (slots bound what a cache can use)"
+    return [f"{on} {one.name} has, of {base.name}, {', '.join(ratios)}."]
 
 
 def _left_out(variants: Sequence[_Served]) -> list[str]:
