@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvlab.ops.cpu_kernels import library
 from kvlab.ops.linear import linear
 from kvlab.ops.packed_weight import pack
 
@@ -45,7 +46,8 @@ def limits() -> tuple[float, float]:
     source = pathlib.Path(__file__).with_name("machine_limits.cc")
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/limits"
-        flags = ["-O3", "-march=native", "-std=c++17", "-pthread"]
+        kernels = pathlib.Path(library.__file__).parent  # vectors.h
+        flags = ["-O3", "-march=native", "-std=c++17", "-pthread", f"-I{kernels}"]
         subprocess.run([os.environ.get("CXX", "c++"), *flags, source, "-o", program], check=True)
         cores = str(len(os.sched_getaffinity(0)))
         printed = subprocess.run([program, cores], check=True, capture_output=True, text=True)

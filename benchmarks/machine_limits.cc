@@ -10,15 +10,11 @@
 #include <thread>
 #include <vector>
 
-#if defined(__AVX512F__)
-constexpr int kBytes = 64;
-#elif defined(__AVX__)
-constexpr int kBytes = 32;
-#else
-constexpr int kBytes = 16;
-#endif
-typedef float Floats __attribute__((vector_size(kBytes)));
-constexpr int kLanes = kBytes / sizeof(float);
+#include "vectors.h"
+
+using kvlab::Floats;
+using kvlab::kLanes;
+using kvlab::kVectorBytes;
 
 volatile float sink;
 
@@ -58,13 +54,13 @@ void Multiply() {
 
 int main(int argc, char** argv) {
   const int threads = argc > 1 ? std::atoi(argv[1]) : std::thread::hardware_concurrency();
-  const size_t count = (size_t{1} << 29) / kBytes;
+  const size_t count = (size_t{1} << 29) / kVectorBytes;
   std::vector<Floats> memory(count, Floats{} + 1.0f);
   double bandwidth = 0, operations = 0;
   for (int round = 0; round < 7; ++round) {
     const size_t part = count / threads;
     const double read = Seconds(threads, [&](int i) { Read(memory.data() + i * part, part); });
-    bandwidth = std::max(bandwidth, count * kBytes / read / 1e9);
+    bandwidth = std::max(bandwidth, count * kVectorBytes / read / 1e9);
     const double multiplied = Seconds(threads, [](int) { Multiply(); });
     operations = std::max(operations, 2.0 * threads * kSteps * kChains * kLanes / multiplied / 1e9);
   }

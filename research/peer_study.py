@@ -15,8 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -144,16 +143,7 @@ class PeerProcess:
             raise PeerError(answer["error"], answer["absent"])
         return answer
 
-    def __enter__(self) -> Self:
-        """It runs."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Ends it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -283,7 +273,7 @@ class _Prepared:
     def kl(self, process: PeerProcess) -> float:
         """Mean KL from kvlab's float32 predictions on the text to a system's, nats."""
         if self._exact is None:
-            with self.process("kvlab") as other:
+            with contextlib.closing(self.process("kvlab")) as other:
                 self.open(other, "float32", 1)
                 self._exact = self.log_probs(other)
         exact, found = self._exact.astype(np.float64), self.log_probs(process)
@@ -307,7 +297,7 @@ class _Group:
         with contextlib.ExitStack() as stack:
             for point in points:
                 name = point["system"]
-                process = stack.enter_context(self._prepared.process(name))
+                process = stack.enter_context(contextlib.closing(self._prepared.process(name)))
                 self._processes[name] = process
                 self._metrics[name], self._samples[name] = {}, {}
                 self._attempt(name, self._prepared.open, process, self._precision, self._batch)

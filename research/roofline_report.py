@@ -178,13 +178,23 @@ def _compile_table(rows: Sequence[Row]) -> Table:
     return Table("Compiling, apart from the times", columns, tuple(cells.values()))
 
 
+def _grouped(rows: Sequence[Row], kind: str, by: str) -> dict[tuple[str, str], list[Row]]:
+    """Rows of a kind by (run, a setting); the run is empty where there is one alone."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in of_kind(rows, kind):
+        groups.setdefault((row["config"].get("run", ""), row["config"][by]), []).append(row)
+    return groups
+
+
+def _table(run: str, title: str, cells: Sequence[dict[str, str]]) -> Table:
+    """A table of one run; `title` begins with a small letter."""
+    title = f"{run}: {title}" if run else title[0].upper() + title[1:]
+    return Table(title, tuple(cells[0]), tuple(cells))
+
+
 def _operator_tables(rows: Sequence[Row]) -> list[Table]:
     tables = []
-    by_phase: dict[tuple[str, str], list[Row]] = {}
-    for row in of_kind(rows, "operator"):
-        key = row["config"].get("run", ""), row["config"]["phase"]
-        by_phase.setdefault(key, []).append(row)
-    for (run, phase), some in by_phase.items():
+    for (run, phase), some in _grouped(rows, "operator", "phase").items():
         cells = []
         for row in some:
             metrics = row["metrics"]
@@ -203,20 +213,16 @@ def _operator_tables(rows: Sequence[Row]) -> list[Table]:
             )
         config = some[0]["config"]
         title = (
-            f"{run + ': o' if run else 'O'}perators of {phase}: {config['attention']}, batch "
-            f"{config['batch_size']}, {config['prompt_tokens']} tokens"
+            f"operators of {phase}: {config['attention']}, batch {config['batch_size']}, "
+            f"{config['prompt_tokens']} tokens"
         )
-        tables.append(Table(title, tuple(cells[0]), tuple(cells)))
+        tables.append(_table(run, title, cells))
     return tables
 
 
 def _device_tables(rows: Sequence[Row]) -> list[Table]:
-    by_attention: dict[tuple[str, str], list[Row]] = {}
-    for row in of_kind(rows, "device"):
-        key = row["config"].get("run", ""), row["config"]["attention"]
-        by_attention.setdefault(key, []).append(row)
     tables = []
-    for (run, attention), some in by_attention.items():
+    for (run, attention), some in _grouped(rows, "device", "attention").items():
         cells = []
         for row in some:
             metrics = row["metrics"]
@@ -235,10 +241,10 @@ def _device_tables(rows: Sequence[Row]) -> list[Table]:
             )
         config = some[0]["config"]
         title = (
-            f"{run + ': p' if run else 'P'}redicted for {attention}, batch {config['batch_size']}, "
-            f"{config['prompt_tokens']} tokens: data sheets at bfloat16, this machine as it ran"
+            f"predicted for {attention}, batch {config['batch_size']}, {config['prompt_tokens']} "
+            "tokens: data sheets at bfloat16, this machine as it ran"
         )
-        tables.append(Table(title, tuple(cells[0]), tuple(cells)))
+        tables.append(_table(run, title, cells))
     return tables
 
 

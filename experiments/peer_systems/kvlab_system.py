@@ -10,7 +10,7 @@ from kvlab.research import inference
 from kvlab.research.inference import InferenceConfig
 from kvlab.research.session import Session
 
-_CHUNK = 256
+_ROWS, _CHUNK = 2, 256  # of a prefill call: 512 tokens, as llama.cpp takes at once
 
 
 class KvlabSystem:
@@ -27,7 +27,7 @@ class KvlabSystem:
             CacheSpec(Paged(page_size=64)),
             slots=setting.batch,
             max_length=setting.max_length,
-            rows=-(-512 // chunk),
+            rows=_ROWS,
             chunk=chunk,
             weights=setting.precision,
         )

@@ -1,6 +1,7 @@
 // Work shared among the threads of XLA's pool.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
