@@ -159,6 +159,7 @@ def recomputed_hidden(
         chunk=length,
         implementation=implementation,
     )
+    params = shapes.pack(params)  # as sessions do, so that what is lossless agrees in bits
     states = []
     for text in texts:
         tokens = np.zeros((1, length), np.int32)
