@@ -6,7 +6,8 @@
 //
 // Work: rows of x are cut into tiles of at most kTileRows, transposed to [k, rows] once. An item is
 // two panels times some tiles: a block of the panels (32 KiB of float32) stays in the first
-// cache while every tile of the item passes over it, the sums of a tile in registers.
+// cache while every tile of the item passes over it, the sums of a tile in registers. Few rows
+// take four panels, and an item fetches what the next one begins with.
 
 #include <algorithm>
 #include <array>
@@ -36,9 +37,13 @@ constexpr int kTileRows = 12;
 constexpr int kTileRows = 6;
 #endif
 constexpr int kItemPanels = 2;
+constexpr int kFewRows = 3;   // are a tile with more panels, or sums would wait for one another
+constexpr int kFewRowsPanels = 4;
 constexpr int64_t kItemTiles = 10;
 constexpr int64_t kBlock = 256;             // most k of one chain
 constexpr int64_t kSerialPack = 1 << 15;    // fewer numbers are not worth waking threads
+
+const Ahead kNothing(0, 0, 0);              // is fetched ahead
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -90,19 +95,19 @@ struct Fma {
     std::copy(given, given + C, panels);
     Floats sums[R][C] = {};
     for (int64_t group = begin; group < end; group += kGroup) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
       for (int c = 0; c < C; ++c) panels[c].Begin(group);
       const int64_t stop = std::min(group + kGroup, end);
       for (int64_t k = group; k < stop; k += Panel::kStep, x += R * Panel::kStep) {
         Floats weights[C][Panel::kStep];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c) panels[c].Read(k, weights[c]);
 #pragma GCC unroll 2
         for (int step = 0; step < Panel::kStep; ++step) {
 #pragma GCC unroll 12
           for (int r = 0; r < R; ++r) {
             const Floats value = Broadcast(x[step * R + r]);
-#pragma GCC unroll 2
+#pragma GCC unroll 8
             for (int c = 0; c < C; ++c) sums[r][c] += value * weights[c][step];
           }
         }
@@ -110,7 +115,7 @@ struct Fma {
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
       for (int c = 0; c < C; ++c) AddTo(&totals[r * C + c], sums[r][c], begin == 0);
     }
   }
@@ -124,26 +129,33 @@ struct Dot {
   static constexpr bool kUnpacks = false;
 
   template <int R, int C>
-  static void Tile(const Panel* panels, const uint32_t* packed, int64_t begin, int64_t end,
+  static void Tile(const Panel* given, const uint32_t* packed, int64_t begin, int64_t end,
                    Floats* totals) {
     const uint32_t* x = packed + begin / 2 * R;
+    Panel panels[C];
+    std::copy(given, given + C, panels);
     Floats sums[R][C] = {};
-    for (int64_t k = begin; k < end; k += 2, x += R) {
-      UInts weights[C];
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) weights[c] = panels[c].Pairs(k);
+    for (int64_t group = begin; group < end; group += kGroup) {
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) panels[c].Begin(group);
+      const int64_t stop = std::min(group + kGroup, end);
+      for (int64_t k = group; k < stop; k += 2, x += R) {
+        UInts weights[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) weights[c] = panels[c].Pairs(k);
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
-        const auto pair = Bits<__m512bh>(UInts{} + x[r]);
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) {
-          sums[r][c] = _mm512_dpbf16_ps(sums[r][c], pair, Bits<__m512bh>(weights[c]));
+        for (int r = 0; r < R; ++r) {
+          const auto pair = Bits<__m512bh>(UInts{} + x[r]);
+#pragma GCC unroll 8
+          for (int c = 0; c < C; ++c) {
+            sums[r][c] = _mm512_dpbf16_ps(sums[r][c], pair, Bits<__m512bh>(weights[c]));
+          }
         }
       }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
       for (int c = 0; c < C; ++c) AddTo(&totals[r * C + c], sums[r][c], begin == 0);
     }
   }
@@ -163,13 +175,23 @@ constexpr std::array<TileFunction<Kernel>, sizeof...(R)> TilesByRows(std::index_
 
 // The kernels of a tile, by its rows.
 template <class Kernel, int C>
-constexpr auto kTiles = TilesByRows<Kernel, C>(std::make_index_sequence<kTileRows>());
+constexpr auto kTiles =
+    TilesByRows<Kernel, C>(std::make_index_sequence<C == kFewRowsPanels ? kFewRows : kTileRows>());
 
 // Rounded to nearest even, NaN kept, in the low halves.
 inline UInts ToBFloat16(Floats values) {
   const UInts bits = Bits<UInts>(values);
   const UInts rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return values == values ? rounded : (bits >> 16) | 0x40u;
+}
+
+template <typename Number, typename Vector>
+void StoreFirst(Number* to, Vector vector, int64_t count) {
+  if (count == kLanes) {
+    std::memcpy(to, &vector, sizeof vector);
+  } else {
+    std::memcpy(to, &vector, count * sizeof(Number));
+  }
 }
 
 // Stores one row of one panel, whose last columns may not exist.
@@ -184,9 +206,19 @@ void StoreRow(const Problem& p, int64_t row, int64_t panel, Floats total) {
   const int64_t place = row * p.n + column;
   if (p.y.is_bfloat16) {
     const Halves halves = __builtin_convertvector(ToBFloat16(total), Halves);
-    std::memcpy(static_cast<uint16_t*>(p.y.data) + place, &halves, columns * sizeof(uint16_t));
+    StoreFirst(static_cast<uint16_t*>(p.y.data) + place, halves, columns);
   } else {
-    std::memcpy(static_cast<float*>(p.y.data) + place, &total, columns * sizeof(float));
+    StoreFirst(static_cast<float*>(p.y.data) + place, total, columns);
+  }
+}
+
+// Fetches where rows of C panels will be stored.
+template <int C>
+void FetchToWrite(const Problem& p, int64_t row, int64_t rows, int64_t panel) {
+  const int64_t bytes = p.y.is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+  char* y = static_cast<char*>(p.y.data) + (row * p.n + panel * kLanes) * bytes;
+  for (; rows > 0; --rows, y += p.n * bytes) {
+    for (int64_t i = 0; i < C * kLanes * bytes; i += 64) __builtin_prefetch(y + i, 1);
   }
 }
 
@@ -213,17 +245,21 @@ void RunItem(const Problem& p, int64_t panel, int64_t first, int64_t last) {
   const int64_t end_k = Panel::kStep == 2 ? p.even_k() : p.k;
   const int64_t block = p.BlockSize();
   const int64_t first_row = p.FirstRow(first);
+  // Past the end of a panel lies one of this item's; beyond those, the next item's. Later tiles
+  // find the block in the cache; the second of all fetches the next one.
+  const int64_t skip = (C - 1) * end_k * Panel::kBytes;
+  const Ahead alone(kPrefetchBytes, end_k - kPrefetchBytes / Panel::kBytes, skip);
+  const Ahead later(block * Panel::kBytes, end_k - block, skip);
   for (int64_t begin = 0; begin < end_k; begin += block) {
     const int64_t end = std::min(begin + block, end_k);
-    const auto run = [&](const auto& tiles, auto* weights) {
+    const auto run = [&](const auto& tiles, auto* weights, Ahead first_ahead, Ahead second_ahead) {
       for (int64_t tile = first; tile < last; ++tile) {
-        if constexpr (!Kernel::kUnpacks) {
-          // Later tiles find the block in the cache, and fetch the next one meanwhile.
-          const int64_t ahead = tile == first ? kPrefetchBytes : block * Panel::kBytes;
-          for (int c = 0; c < C; ++c) weights[c].FetchAhead(ahead);
-        }
+        const Ahead ahead =
+            tile == first ? first_ahead : tile == first + 1 ? second_ahead : kNothing;
+        for (int c = 0; c < C; ++c) weights[c].FetchAhead(ahead);
         const int64_t row = p.FirstRow(tile);
         const uint32_t* x = p.packed + row * (Kernel::kPairs ? p.even_k() / 2 : p.even_k());
+        if (end == end_k) FetchToWrite<C>(p, row, p.Rows(tile), panel);
         tiles[p.Rows(tile) - 1](weights, x, begin, end, totals + (row - first_row) * C);
       }
     };
@@ -235,41 +271,92 @@ void RunItem(const Problem& p, int64_t panel, int64_t first, int64_t last) {
           Unpack(panels[c], begin, end, values[c]);
           unpacked[c] = Float32Panel(values[c], begin);
         }
-        run(kTiles<Fma<Float32Panel>, C>, unpacked);
+        run(kTiles<Fma<Float32Panel>, C>, unpacked, kNothing, kNothing);
         continue;
       }
     }
-    run(kTiles<Kernel, C>, panels);
+    run(kTiles<Kernel, C>, panels, alone, later);
   }
   for (int64_t row = first_row; row < p.FirstRow(last); ++row) {
     for (int c = 0; c < C; ++c) StoreRow(p, row, panel + c, totals[(row - first_row) * C + c]);
   }
 }
 
+typedef uint32_t Words __attribute__((vector_size(16)));
+
+template <int... kPlaces>
+inline Words Shuffled(Words a, Words b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kPlaces...);
+#else
+  return __builtin_shuffle(a, b, Words{kPlaces...});
+#endif
+}
+
+// Four rows, `stride` words apart, to four columns of an array [.., width].
+inline void TransposeFour(const uint32_t* from, int64_t stride, int64_t width, uint32_t* to) {
+  Words rows[4];
+  for (int i = 0; i < 4; ++i) rows[i] = LoadAs<Words>(from + i * stride);
+  const Words low[2] = {Shuffled<0, 4, 1, 5>(rows[0], rows[1]),
+                        Shuffled<0, 4, 1, 5>(rows[2], rows[3])};
+  const Words high[2] = {Shuffled<2, 6, 3, 7>(rows[0], rows[1]),
+                         Shuffled<2, 6, 3, 7>(rows[2], rows[3])};
+  const Words columns[4] = {
+      Shuffled<0, 1, 4, 5>(low[0], low[1]), Shuffled<2, 3, 6, 7>(low[0], low[1]),
+      Shuffled<0, 1, 4, 5>(high[0], high[1]), Shuffled<2, 3, 6, 7>(high[0], high[1])};
+  for (int i = 0; i < 4; ++i) std::memcpy(to + i * width, &columns[i], sizeof(Words));
+}
+
+// [rows, words], rows `stride` words apart, to [words, rows].
+void Transpose(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
+  const int64_t whole = rows < 4 ? 0 : words / 4 * 4;
+  for (int64_t word = 0; word < whole; word += 4) {
+    for (int64_t row = 0; row < rows; row += 4) {
+      const int64_t top = std::min(row, rows - 4);  // some of the last four may be written twice
+      TransposeFour(from + top * stride + word, stride, rows, to + word * rows + top);
+    }
+  }
+  for (int64_t word = whole; word < words; ++word) {
+    for (int64_t row = 0; row < rows; ++row) to[word * rows + row] = from[row * stride + word];
+  }
+}
+
+// All panels times all rows, C panels and one of `row_blocks` an item.
+template <class Kernel, int C>
+void RunItems(ffi::ThreadPool& pool, const Problem& p, int64_t row_blocks) {
+  const int64_t wide = CeilDiv(p.num_panels(), C);
+  ParallelFor(pool, wide * row_blocks, [&p, wide, row_blocks](int64_t item) {
+    const int64_t row_block = item / wide;  // neighbours in the same rows
+    const int64_t first = row_block * p.tiles() / row_blocks;
+    const int64_t last = (row_block + 1) * p.tiles() / row_blocks;
+    int64_t panel = item % wide * C;
+    if (panel + C <= p.num_panels()) {
+      RunItem<Kernel, C>(p, panel, first, last);
+    } else {
+      for (; panel < p.num_panels(); ++panel) RunItem<Kernel, 1>(p, panel, first, last);
+    }
+  });
+}
+
 // Transposes x of a tile.
 template <class Kernel>
 void PackTile(const Problem& p, int64_t tile) {
   const int64_t first = p.FirstRow(tile), rows = p.Rows(tile);
-  if constexpr (Kernel::kPairs) {
-    uint32_t* to = p.packed + first * (p.even_k() / 2);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t from = (first + r) * p.k;
-      for (int64_t k = 0; k < p.k; k += 2) {
-        const uint32_t next = k + 1 < p.k ? p.x.HalfAt(from + k + 1) : 0;
-        to[k / 2 * rows + r] = p.x.HalfAt(from + k) | next << 16;
-      }
-    }
-  } else {
-    float* to = reinterpret_cast<float*>(p.packed) + first * p.even_k();
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t from = (first + r) * p.k;
-      if (p.x.is_bfloat16) {
-        for (int64_t k = 0; k < p.k; ++k) to[k * rows + r] = p.x.At(from + k);
-      } else {
-        const float* x = static_cast<const float*>(p.x.data) + from;
-        for (int64_t k = 0; k < p.k; ++k) to[k * rows + r] = x[k];
-      }
-      if (p.k % 2) to[p.k * rows + r] = 0;
+  const int64_t words = Kernel::kPairs ? p.even_k() / 2 : p.even_k();
+  uint32_t* to = p.packed + first * words;
+  if (Kernel::kPairs ? p.k % 2 == 0 : !p.x.is_bfloat16) {
+    const int64_t stride = Kernel::kPairs ? words : p.k;
+    const auto* from = static_cast<const uint32_t*>(p.x.data) + first * stride;
+    Transpose(from, stride, rows, stride, to);
+    if (stride < words) std::fill_n(to + stride * rows, rows, 0);
+    return;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t from = (first + r) * p.k;
+    for (int64_t word = 0; word < words; ++word) {
+      const auto half = [&](int64_t k) -> uint32_t { return k < p.k ? p.x.HalfAt(from + k) : 0; };
+      to[word * rows + r] = Kernel::kPairs ? half(2 * word) | half(2 * word + 1) << 16
+                                           : half(word) << 16;
     }
   }
 }
@@ -282,19 +369,11 @@ void Run(ffi::ThreadPool& pool, const Problem& p) {
   } else {
     ParallelFor(pool, tiles, [&p](int64_t tile) { PackTile<Kernel>(p, tile); });
   }
-  const int64_t row_blocks = CeilDiv(tiles, kItemTiles);
-  const int64_t pairs = CeilDiv(p.num_panels(), kItemPanels);
-  ParallelFor(pool, pairs * row_blocks, [&p, row_blocks, tiles](int64_t item) {
-    const int64_t panel = item / row_blocks * kItemPanels;
-    const int64_t row_block = item % row_blocks;
-    const int64_t first = row_block * tiles / row_blocks;
-    const int64_t last = (row_block + 1) * tiles / row_blocks;
-    if (panel + 1 < p.num_panels()) {
-      RunItem<Kernel, 2>(p, panel, first, last);
-    } else {
-      RunItem<Kernel, 1>(p, panel, first, last);
-    }
-  });
+  if (p.m <= kFewRows) {
+    RunItems<Kernel, kFewRowsPanels>(pool, p, 1);
+  } else {
+    RunItems<Kernel, kItemPanels>(pool, p, CeilDiv(tiles, kItemTiles));
+  }
 }
 
 // Memory for packed x, kept by the calling thread: fresh pages would cost more than the copy.

@@ -16,6 +16,7 @@
 namespace kvlab {
 
 constexpr int64_t kGroup = 32;          // values along k that share a scale
+constexpr int64_t kScalesAhead = 4;         // panels
 constexpr int64_t kPrefetchBytes = 4096;  // how far ahead of its reads a panel is fetched
 
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
@@ -28,12 +29,29 @@ inline Vector LoadAs(const void* from) {
   return vector;
 }
 
-template <int64_t kBytes>
-inline void Prefetch(const void* from, int64_t distance = kPrefetchBytes) {
-  const char* ahead = static_cast<const char*>(from) + distance;
+// How far ahead of its reads a panel is fetched, in bytes.
+class Ahead {
+ public:
+  Ahead() = default;
+  Ahead(int64_t distance, int64_t skip_from, int64_t skip)
+      : distance_(distance), skip_from_(skip_from), skip_(skip) {}
+
+  // Reads at k follow; from skip_from on the fetch skips what others read.
+  void Begin(int64_t k) { now_ = distance_ + (k >= skip_from_ ? skip_ : 0); }
+
+  template <int64_t kBytes>
+  void Fetch(const void* from) const {
+    const char* ahead = static_cast<const char*>(from) + now_;
 #pragma GCC unroll 8
-  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead + i);
-}
+    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead + i);
+  }
+
+ private:
+  int64_t distance_ = kPrefetchBytes;
+  int64_t skip_from_ = 0;
+  int64_t skip_ = 0;
+  int64_t now_ = kPrefetchBytes;
+};
 
 template <typename To, typename From>
 inline To Bits(From from) {
@@ -91,18 +109,18 @@ struct Float32Panel {
   Float32Panel(const Floats* values, int64_t origin)
       : values_(reinterpret_cast<const float*>(values)), origin_(origin) {}
 
-  void Begin(int64_t) {}
-  void FetchAhead(int64_t bytes) { ahead_ = bytes; }
+  void FetchAhead(Ahead ahead) { ahead_ = ahead; }
+  void Begin(int64_t k) { ahead_.Begin(k); }
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const float* from = values_ + (k - origin_) * kLanes;
-    Prefetch<kVectorBytes>(from, ahead_);
+    ahead_.Fetch<kVectorBytes>(from);
     out[0] = Load(from);
   }
 
  private:
   const float* values_ = nullptr;
   int64_t origin_ = 0;
-  int64_t ahead_ = kPrefetchBytes;
+  Ahead ahead_;
 };
 
 // [ceil(k / 2), kLanes, 2] bfloat16: two values along k lie side by side, as dot instructions
@@ -115,11 +133,11 @@ struct BFloat16Panel {
   BFloat16Panel(const void* panels, const void*, int64_t k, int64_t panel)
       : values_(static_cast<const uint32_t*>(panels) + panel * ((k + 1) / 2) * kLanes) {}
 
-  void Begin(int64_t) {}
-  void FetchAhead(int64_t bytes) { ahead_ = bytes; }
+  void FetchAhead(Ahead ahead) { ahead_ = ahead; }
+  void Begin(int64_t k) { ahead_.Begin(k); }
   UInts Pairs(int64_t k) const {
     const uint32_t* from = values_ + k / 2 * kLanes;
-    Prefetch<kVectorBytes>(from, ahead_);
+    ahead_.Fetch<kVectorBytes>(from);
     return LoadAs<UInts>(from);
   }
   void Read(int64_t k, Floats (&out)[kStep]) const {
@@ -130,7 +148,7 @@ struct BFloat16Panel {
 
  private:
   const uint32_t* values_ = nullptr;
-  int64_t ahead_ = kPrefetchBytes;
+  Ahead ahead_;
 };
 
 // Scales [ceil(k / kGroup), kLanes] float16 of a quantised panel.
@@ -138,16 +156,24 @@ class Scales {
  public:
   Scales() = default;
   Scales(const void* scales, int64_t k, int64_t panel)
-      : scales_(static_cast<const uint16_t*>(scales) + panel * ((k + kGroup - 1) / kGroup) * kLanes) {}
-  Floats At(int64_t k) const { return FromFloat16(scales_ + k / kGroup * kLanes); }
+      : ahead_(kScalesAhead * ((k + kGroup - 1) / kGroup) * kLanes),
+        scales_(static_cast<const uint16_t*>(scales) + panel * ((k + kGroup - 1) / kGroup) * kLanes) {}
+  // Fetches those that are needed a few panels later.
+  Floats At(int64_t k) const {
+    const uint16_t* from = scales_ + k / kGroup * kLanes;
+    __builtin_prefetch(from + ahead_);
+    return FromFloat16(from);
+  }
 
  private:
+  int64_t ahead_ = 0;
   const uint16_t* scales_ = nullptr;
 };
 
 // [ceil(k / kGroup) * kGroup, kLanes] int8.
 struct Int8Panel {
   static constexpr int64_t kStep = 1;
+  static constexpr int64_t kBytes = kLanes;
 
   Int8Panel() = default;
   Int8Panel(const void* panels, const void* scales, int64_t k, int64_t panel)
@@ -155,9 +181,11 @@ struct Int8Panel {
         values_(static_cast<const int8_t*>(panels) +
                 panel * ((k + kGroup - 1) / kGroup * kGroup) * kLanes) {}
 
+  void FetchAhead(Ahead ahead) { ahead_ = ahead; }
   void Begin(int64_t k) {
     scale_ = scales_.At(k);
-    Prefetch<kGroup * kLanes>(values_ + k * kLanes);
+    ahead_.Begin(k);
+    ahead_.Fetch<kGroup * kLanes>(values_ + k * kLanes);
   }
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const int8_t* from = values_ + k * kLanes;
@@ -168,12 +196,14 @@ struct Int8Panel {
   Scales scales_;
   const int8_t* values_ = nullptr;
   Floats scale_{};
+  Ahead ahead_;
 };
 
 // [ceil(k / kGroup) * kGroup / 2, kLanes] uint8, two values along k in each, the first in the low
 // half; 8 stands for 0.
 struct Int4Panel {
   static constexpr int64_t kStep = 2;
+  static constexpr int64_t kBytes = kLanes / 2;
 
   Int4Panel() = default;
   Int4Panel(const void* panels, const void* scales, int64_t k, int64_t panel)
@@ -181,9 +211,11 @@ struct Int4Panel {
         values_(static_cast<const uint8_t*>(panels) +
                 panel * ((k + kGroup - 1) / kGroup * (kGroup / 2)) * kLanes) {}
 
+  void FetchAhead(Ahead ahead) { ahead_ = ahead; }
   void Begin(int64_t k) {
     scale_ = scales_.At(k);
-    Prefetch<kGroup / 2 * kLanes>(values_ + k / 2 * kLanes);
+    ahead_.Begin(k);
+    ahead_.Fetch<kGroup / 2 * kLanes>(values_ + k / 2 * kLanes);
   }
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const uint8_t* from = values_ + k / 2 * kLanes;
@@ -196,6 +228,7 @@ struct Int4Panel {
   Scales scales_;
   const uint8_t* values_ = nullptr;
   Floats scale_{};
+  Ahead ahead_;
 };
 
 }  // namespace kvlab
