@@ -147,7 +147,7 @@ def _budget(written: str) -> int | float:
 
 
 def _implementation(written: str) -> str:
-    from kvlab.ops.attention import IMPLEMENTATIONS
+    from kvlab.ops.implementations import IMPLEMENTATIONS
 
     return choice(*IMPLEMENTATIONS)(written)
 

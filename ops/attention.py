@@ -8,6 +8,7 @@ feed it their stored blocks, so all of them share its bits: keys arrive in block
 whatever lies underneath, and a wholly masked block leaves the state exactly as it was. On CPU a
 kernel in C++ does the same straight from where keys and values are stored
 (`kvlab.ops.cpu_kernels`): bits differ from those of XLA, and agree among themselves as these do.
+On TPUs and GPUs kernels that JAX ships serve one phase each (`kvlab.ops.jax_kernels`).
 
 Over 400 lines, half of them docstrings, because the formula and the loop that must equal it are
 read side by side.
@@ -22,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvlab.ops import jax_kernels
 from kvlab.ops.cpu_kernels import attention as cpu_kernel
-from kvlab.ops.cpu_kernels import library
+from kvlab.ops.implementations import Pool, check_implementation, jax_kernel, kernel_pool
 
-IMPLEMENTATIONS = ("reference", "chunked", "cpu")
 READ_BLOCK = 64  # keys a block
 QUERY_BLOCK = 256  # queries a block in dense attention: bounds the live scores, skips the future
 
@@ -62,48 +63,12 @@ class AttentionOptions:
             raise ValueError(f"soft_cap={self.soft_cap} given: it must be above 0, or None for off")
         check_implementation(self.implementation)
 
-
-def check_implementation(name: str | None) -> None:
-    """Raises ValueError, with the legal names, unless an implementation is called so."""
-    if name is not None and name not in IMPLEMENTATIONS:
-        legal = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation={name!r} is not known; legal values: {legal}")
-
-
-def resolve_implementation(name: str | None) -> str:
-    """The implementation that serves; None is `cpu` where there is its kernel, else `chunked`.
-
-    Asked when attention is traced: the first time, this may compile the kernel.
-
-    Raises:
-      ValueError: an unknown name, or `cpu` on another backend.
-      UnavailableError: `cpu`, and its kernel cannot be compiled.
-    """
-    check_implementation(name)
-    backend = jax.default_backend()
-    if name is None:
-        return "cpu" if backend == "cpu" and library.available() else "chunked"
-    if name == "cpu":
-        if backend != "cpu":
-            raise ValueError(
-                f"implementation='cpu' needs the CPU backend, and this is {backend}; use 'chunked'"
-            )
-        library.load()
-    return name
-
-
-def kernel_pool(
-    implementation: str | None, pools: Sequence[cpu_kernel.Pool | None], dtype: jnp.dtype
-) -> cpu_kernel.Pool | None:
-    """The pool that the CPU kernel is to read, or None where another implementation serves.
-
-    Raises:
-      ValueError: `cpu` is named, and its kernel cannot read this.
-      UnavailableError: as `resolve_implementation`.
-    """
-    if resolve_implementation(implementation) != "cpu":
-        return None
-    return cpu_kernel.served_pool(pools, dtype, must=implementation is not None)
+    @property
+    def by_xla(self) -> "AttentionOptions":
+        """The same where a kernel of JAX that is named leaves a step to XLA."""
+        if self.implementation not in jax_kernels.BACKENDS:
+            return self
+        return dataclasses.replace(self, implementation="chunked")
 
 
 def attention_mask(
@@ -147,8 +112,8 @@ def attention(
       key_positions: [B, S] int32, in ascending order along S where valid.
       query_valid: [B, T] bool; the output is 0 where False.
       key_valid: [B, S] bool; False keys are never seen.
-      options: scale, window, soft cap and implementation. `reference` builds all scores;
-        `chunked` and `cpu` have memory linear in S.
+      options: scale, window, soft cap and implementation. `reference` builds all scores, `cudnn`
+        a mask [B, T, S]; `chunked` and `cpu` have memory linear in S.
 
     Returns:
       [B, T, N, H] in the query's dtype.
@@ -158,11 +123,13 @@ def attention(
       UnavailableError: `cpu` is named, and there is no compiler.
     """
     check_heads(query.shape[2], key.shape[2])
-    if options.implementation == "reference":
+    layer = (options.implementation, options.window, options.soft_cap)
+    kernel = jax_kernel(*layer, query, None)
+    if kernel is not None or options.implementation == "reference":
         mask = attention_mask(query_positions, key_positions, key_valid, options.window)
-        # Padding can hold anything, NaN included: 0 x NaN must not reach the sum.
-        value = jnp.where(key_valid[:, :, None, None], value, jnp.zeros((), value.dtype))
-        return reference_attention(query, key, value, mask & query_valid[:, :, None], options)
+        mask &= query_valid[:, :, None]
+        return masked_attention(query, key, value, key_valid, mask, kernel, options)
+    options = options.by_xla
     dense = _dense_pool(key, value, key_positions, key_valid)
     pool = kernel_pool(options.implementation, [dense], query.dtype)
     if pool is not None:
@@ -171,6 +138,36 @@ def attention(
     return _chunked_attention(
         query, key, value, query_positions, key_positions, query_valid, key_valid, options
     )
+
+
+def masked_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    key_valid: Bool[Array, "B S"],
+    mask: Bool[Array, "B T S"],
+    kernel: str | None,
+    options: AttentionOptions,
+) -> Float[Array, "B T N H"]:
+    """Attention of dense arrays under a mask that is built: by cuDNN, or the formula.
+
+    Args:
+      query: [B, T, N, H] float.
+      key: [B, S, K, H] float.
+      value: [B, S, K, H] float.
+      key_valid: [B, S] bool.
+      mask: [B, T, S] bool, what a query may see, the window included.
+      kernel: what `jax_kernel` chose; None is the formula.
+      options: scale and soft cap.
+    """
+    # Padding can hold anything, NaN included: 0 x NaN must not reach the sum.
+    key, value = (
+        jnp.where(key_valid[:, :, None, None], array, jnp.zeros((), array.dtype))
+        for array in (key, value)
+    )
+    if kernel is None:
+        return reference_attention(query, key, value, mask, options)
+    return jax_kernels.prefill(query, key, value, mask, options.scale)
 
 
 def _dense_pool(
@@ -254,7 +251,7 @@ class Blocks:
     first: jax.Array
     end: jax.Array
     count: int
-    pool: cpu_kernel.Pool | None = None
+    pool: Pool | None = None
 
 
 def attend_blocks(

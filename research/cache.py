@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab.models.config import DecoderConfig
+from kvlab.ops import jax_kernels
 from kvlab.ops.caches.contiguous import ContiguousCache
 from kvlab.ops.caches.evicting import EvictingCache, notes_of
+from kvlab.ops.caches.head_major import HeadMajorPages
 from kvlab.ops.caches.kivi import KiviCache
 from kvlab.ops.caches.paged import PagedCache
 from kvlab.ops.caches.protocol import LayerCache, Table
@@ -150,6 +152,7 @@ def init_cache(
     max_length: int,
     chunk: int,
     num_pages: int | None,
+    implementation: str | None = None,
 ) -> Cache:
     """An empty cache.
 
@@ -161,8 +164,9 @@ def init_cache(
       chunk: most tokens of a row of one prefill call.
       num_pages: pages of each paged pool; None lets every slot reach `max_length`. Where KV heads
         choose their tokens a page holds one head's, and a pool has K times as many.
+      implementation: of attention; pages lie as its kernel reads them, where it can serve.
     """
-    sizes = _Sizes(model, slots, max_length, chunk, num_pages)
+    sizes = _Sizes(model, slots, max_length, chunk, num_pages, implementation)
     tables: dict[int, Table | StackedTable] = {}
     for spec, num_kv_heads in zip(specs, model.kv_heads, strict=True):
         if spec.table not in tables:
@@ -192,6 +196,7 @@ class _Sizes:
     max_length: int
     chunk: int
     num_pages: int | None
+    implementation: str | None
 
     def _pages(self, page_size: int) -> tuple[int, int]:
         """Pages of a pool, and of one sequence."""
@@ -212,6 +217,22 @@ class _Sizes:
             inner = RowTable.init(self.slots * heads, self.max_length)
         return inner if spec.retention is None else EvictingTable.init(inner, heads)
 
+    def _paged_cache(self, index: int, spec: CacheSpec, page_size: int) -> type[PagedCache]:
+        """The pages of a layer: those of JAX's kernel where that can serve."""
+        kernel = self.implementation or jax_kernels.BEST.get(jax.default_backend())
+        if kernel not in jax_kernels.PAGED or (spec.storage, spec.retention) != ("bfloat16", None):
+            return PagedCache
+        model = self.model
+        reason = jax_kernels.obstacle(
+            kernel,
+            model.compute_dtype,
+            model.head_dim,
+            model.layer_windows[index],
+            model.soft_cap,
+            page_size,
+        )
+        return HeadMajorPages if reason is None else PagedCache
+
     def layer(self, index: int, spec: CacheSpec) -> LayerCache:
         """The empty cache of a layer."""
         num_kv_heads, head_dim = self.model.kv_heads[index], self.model.head_dim
@@ -224,7 +245,8 @@ class _Sizes:
         if isinstance(spec.placement, Paged):
             page_size = spec.placement.page_size
             num_pages, _ = self._pages(page_size)
-            inner = PagedCache.init(num_pages * heads, page_size, *stored)
+            pages = self._paged_cache(index, spec, page_size)
+            inner = pages.init(num_pages * heads, page_size, *stored)
         else:
             capacity = self.max_length
             if isinstance(spec.placement, Ring):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig
 from kvlab.models.packing import check_format, pack_params
-from kvlab.ops.attention import check_implementation
+from kvlab.ops.implementations import check_implementation
 from kvlab.ops.rope import DynamicNTK
 from kvlab.ops.specs import CacheSpec, Paged, Recompute, Ring, assign_tables
 from kvlab.research.cache import Cache, init_cache
@@ -142,6 +142,7 @@ class InferenceConfig:
             max_length=self.max_length,
             chunk=self.chunk,
             num_pages=self.num_pages,
+            implementation=self.implementation,
         )
 
     def init_logits(self) -> jax.Array:

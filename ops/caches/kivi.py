@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from kvlab.ops.attention import AttentionOptions, Blocks
 from kvlab.ops.caches.contiguous import ContiguousCache
 from kvlab.ops.caches.protocol import Step, Table, array_bytes
-from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
+from kvlab.ops.caches.reading import gather_blocks, read_stored, written_indices
 from kvlab.ops.caches.token_slots import TokenSlots
 from kvlab.ops.specs import Kivi4
 from kvlab.ops.storage import encode, encode_group
@@ -121,7 +121,7 @@ class KiviCache:
         before = _lengths_before(step, table)
         cache = self._close_last(step, table, before)._enter(key, value, step, table)
         sources = cache._sources(step, table, self.num_closed(before), options.window)
-        output, _ = attend_stored(query, step, key.shape[2], options, sources)
+        output = read_stored(query, step, key.shape[2], options, sources)
         tokens = step.write.shape[1]
         if tokens > 1:
             cache = cache._close(step, table, before, table.lengths, tokens)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kvlab.ops import attention
+from kvlab.ops import attention, jax_kernels
 from kvlab.ops.attention import AttentionOptions, Blocks
 from kvlab.ops.caches.protocol import Step, Table
 from kvlab.ops.cpu_kernels import attention as cpu_kernel
+from kvlab.ops.implementations import jax_kernel, kernel_pool
 
 
 def written_indices(step: Step, table: Table) -> jax.Array:
@@ -26,6 +27,45 @@ def written_indices(step: Step, table: Table) -> jax.Array:
     if order.shape[1] > 1:  # a sum over one token is a kernel in every layer all the same
         order = jnp.cumsum(order, axis=1)
     return table.lengths[:, None] - order[:, -1:] + order - 1
+
+
+def read_stored(
+    query: jax.Array,
+    step: Step,
+    num_kv_heads: int,
+    options: AttentionOptions,
+    sources: Sequence[Blocks],
+) -> jax.Array:
+    """The output of `attend_stored`, without normalisers: kernels that JAX ships serve too.
+
+    Raises:
+      ValueError: the named implementation cannot serve.
+      UnavailableError: `cpu` is named, and there is no compiler.
+    """
+    pool = sources[0].pool if len(sources) == 1 else None
+    layer = (options.implementation, options.window, options.soft_cap)
+    kernel = jax_kernel(*layer, query, pool)
+    if kernel is None:
+        return attend_stored(query, step, num_kv_heads, options.by_xla, sources)[0]
+    if kernel not in jax_kernels.PAGED:
+        return _attend_gathered(query, step, kernel, options, sources)
+    assert isinstance(pool, jax_kernels.Pages)
+    fields = (options.scale, options.soft_cap)
+    return jax_kernels.decode(kernel, query, step.positions, step.valid, pool, *fields)
+
+
+def _attend_gathered(
+    query: jax.Array,
+    step: Step,
+    kernel: str | None,
+    options: AttentionOptions,
+    sources: Sequence[Blocks],
+) -> jax.Array:
+    """Attention over a copy of the rows' keys and values; see `attention.masked_attention`."""
+    keys, values, positions, stored = gather_blocks(sources)
+    mask = attention.attention_mask(step.positions, positions, stored, options.window)
+    mask &= step.valid[:, :, None]
+    return attention.masked_attention(query, keys, values, stored, mask, kernel, options)
 
 
 def attend_stored(
@@ -52,8 +92,13 @@ def attend_stored(
       ValueError: the named implementation cannot serve.
       UnavailableError: `cpu` is named, and there is no compiler.
     """
+    if options.implementation in jax_kernels.BACKENDS:
+        raise ValueError(
+            f"implementation={options.implementation!r} cannot serve: it does not give the "
+            "normalisers that retention asks for; use 'chunked'"
+        )
     pools = [source.pool for source in sources]
-    pool = attention.kernel_pool(options.implementation, pools, query.dtype)
+    pool = kernel_pool(options.implementation, pools, query.dtype)
     if pool is not None:
         fields = (options.scale, options.window, options.soft_cap)
         return cpu_kernel.attend(query, step.positions, step.valid, pool, *fields)
@@ -61,11 +106,7 @@ def attend_stored(
         query, step.positions, step.valid, num_kv_heads, sources, options
     )
     if options.implementation == "reference":
-        keys, values, positions, stored = gather_blocks(sources)
-        mask = attention.attention_mask(step.positions, positions, stored, options.window)
-        values = jnp.where(stored[:, :, None, None], values, jnp.zeros((), values.dtype))
-        mask &= step.valid[:, :, None]
-        output = attention.reference_attention(query, keys, values, mask, options)
+        output = _attend_gathered(query, step, None, options, sources)
     return output, log_normaliser
 
 
@@ -81,7 +122,7 @@ def gather_blocks(
     parts = []
     for source in sources:
         index = jnp.arange(source.count, dtype=jnp.int32)
-        keys, values, positions, stored = jax.lax.map(source.read, index)
+        keys, values, positions, stored = jax.vmap(source.read)(index)
         parts.append(
             (
                 keys.transpose(1, 0, 4, 2, 3),  # [n, B, K, H, s]

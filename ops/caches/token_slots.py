@@ -3,8 +3,9 @@
 Axes: n units (rows of a contiguous cache, pages of a pool), p slots of a unit, K KV heads, H head
 size; else as in `kvlab.ops.caches.protocol`. Layout: keys [n, K, H, p], values [n, K, p, H]; scales
 and notes of a token lie in the same order. Keys have the token axis last, so that the scores of a
-block are a product with contiguous columns (measured: WORKSPACE-notes.md). A slot has the flat
-number `unit * p + offset`, and `num_slots` is nowhere.
+block are a product with contiguous columns (measured: WORKSPACE-notes.md); pages for JAX's kernels
+lie otherwise (`kvlab.ops.caches.head_major`). A slot has the flat number `unit * p + offset`, and
+`num_slots` is nowhere.
 """
 
 import dataclasses
@@ -15,8 +16,9 @@ import jax
 
 from kvlab.ops.attention import AttentionOptions, Blocks
 from kvlab.ops.caches.protocol import ReadStored, Step, Table, array_bytes
-from kvlab.ops.caches.reading import attend_stored, gather_blocks, written_indices
+from kvlab.ops.caches.reading import gather_blocks, read_stored, written_indices
 from kvlab.ops.cpu_kernels.attention import Pool
+from kvlab.ops.jax_kernels import Pages
 from kvlab.ops.specs import Kivi4
 from kvlab.ops.storage import Stored, empty_keys, empty_values, encode, values_in_a_byte
 
@@ -105,7 +107,7 @@ class TokenSlots:
         table: Table,
         lengths: jax.Array,
         positions: jax.Array | None = None,
-    ) -> Pool:
+    ) -> Pool | Pages:
         """The step's rows as kernels read them.
 
         Args:
@@ -190,7 +192,7 @@ class TokenSlots:
         """Writes, then reads what is stored; see `LayerCache.attend`."""
         cache = self.write(key, value, step, table)
         source = cache.blocks(step, table, table.lengths, options.window)
-        return attend_stored(query, step, key.shape[2], options, [source])[0], cache
+        return read_stored(query, step, key.shape[2], options, [source]), cache
 
     def gather(self, table: Table) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K, H] in slot order; slots without a token hold anything."""
