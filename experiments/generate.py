@@ -8,9 +8,10 @@
 A text ends at the model's end-of-text token, at a --stop string, or after --max_tokens. More
 sequences than --slots run one group after another. With --json every continuation is a line: its
 prompt, token ids, text, log-probabilities (natural, of the model without temperature or filters),
-why it ended (stop, length, max_length, out_of_pages), and its time to first token and per token
-after that (seconds, without compilation). A beam search gives the best beam of each prompt and its
-score, the sum of its log-probabilities over its length to the power of --length_penalty.
+why it ended (stop, length, max_length, out_of_pages), its time to first token and per token after
+that (seconds, without compilation), and seconds of compiling so far. A beam search gives the best
+beam of each prompt and its score, the sum of its log-probabilities over its length to the power of
+--length_penalty.
 """
 
 import json
@@ -103,7 +104,8 @@ def main(argv: list[str]) -> None:
     on_text = _stream if streams else None
     for completion in generation.generate(session, prompts, options, tokenizer, on_text):
         if FLAGS.json:
-            print(json.dumps(_as_json(completion), ensure_ascii=False), flush=True)
+            line = _as_json(completion) | {"compile_s": session.compile_s}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
         elif streams:
             print()
         else:

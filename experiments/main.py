@@ -84,6 +84,7 @@ def execute(module: types.ModuleType, arguments: Sequence[str] | None = None) ->
     program, values = f"kvlab {qualified.rpartition('.')[2]}", module.FLAGS
     if set(arguments) & set(_HELP):
         return _guarded(program, lambda: print(_usage(program, module)))
+    _keep_compiled_programs()  # first: the parsers of some flags import JAX
     for flag in values:
         values[flag].unparse()  # a second run in one process starts from the defaults
     try:
@@ -96,7 +97,6 @@ def execute(module: types.ModuleType, arguments: Sequence[str] | None = None) ->
     if len(argv) > 1 and not hasattr(module, "ARGUMENTS"):
         given = " ".join(argv[1:])
         return _complain(program, f"takes flags only, and {given!r} is none; see {program} --help")
-    _keep_compiled_programs()
     return _guarded(program, lambda: module.main(argv), debug=values.debug)
 
 

@@ -205,7 +205,8 @@ def _run_wave(
     """Searches prompts side by side; prompt i has the slots from i * num_beams on."""
     searches = [_Search(prompt, options, session.config.max_length) for prompt in prompts]
     try:
-        session.prefill({i * options.num_beams: prompt.ids for i, prompt in enumerate(prompts)})
+        by_slot = {i * options.num_beams: prompt.ids for i, prompt in enumerate(prompts)}
+        session.prefill(by_slot, hidden=False)
         while any(search.running for search in searches):
             _step(session, searches, options)
             if watch is not None and session.lengths.any():

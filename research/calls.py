@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
+from kvlab.ops.page_pool import unchecked
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.sampling import SamplingParams
 from kvlab.research import inference, sequences
@@ -39,6 +40,8 @@ class Piece:
 
 class Calls:
     """Holds what prefill and decode hand back; arguments are not checked. Not thread-safe.
+
+    Its programs are traced without checks for checkify; `inference` and `sequences` have them.
 
     Attributes:
       params: the decoder's parameters, packed where that is faster or wanted.
@@ -74,7 +77,7 @@ class Calls:
         """Tokens of text that each sequence holds, [B] int32."""
         return np.asarray(self.cache.positions)
 
-    def prefill_call(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+    def prefill_call(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, jax.Array]:
         """One call of `inference.prefill`, unchecked: what `prefill` and engines are made of.
 
         Args:
@@ -83,7 +86,7 @@ class Calls:
 
         Returns:
           Whether there was room, [len(pieces)] bool (a sequence without it is unchanged), and the
-          hidden states [rows, chunk, D].
+          hidden states [rows, chunk, D], left on the device.
         """
         config = self.config
         slots = np.full(config.rows, config.slots, np.int32)
@@ -94,19 +97,29 @@ class Calls:
             count = len(piece.ids)
             slots[row], total[row], counts[row] = piece.slot, piece.prompt_tokens, count
             tokens[row, :count], stored[row] = piece.ids, piece.stored
-        state = self.params, config, self.cache, self.logits
-        with self._counted():
-            self.cache, self.logits, ok, states = inference.prefill(
-                *state, tokens, counts, slots, total, stored
-            )
-        return np.asarray(ok)[: len(pieces)], np.asarray(states)
+        ok, states = self.prefill_rows(tokens, counts, slots, total, stored)
+        return np.asarray(ok)[: len(pieces)], states
+
+    def prefill_rows(self, *rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """One call of `inference.prefill`, whose results are not waited for.
+
+        Args:
+          *rows: its arguments from `tokens` on.
+
+        Returns:
+          ok [R] bool and the hidden states [R, chunk, D].
+        """
+        state = self.params, self.config, self.cache, self.logits
+        with self._running():
+            self.cache, self.logits, ok, states = inference.prefill(*state, *rows)
+        return ok, states
 
     def evict(self, slots: Sequence[int]) -> None:
         """Applies retention to sequences whose prompts are complete; `prefill` does it itself."""
         if slots:
             mask = np.zeros(self.config.slots, bool)
             mask[list(slots)] = True
-            with self._counted():
+            with self._running():
                 self.cache = sequences.evict(self.config, self.cache, mask)
 
     def decode_call(
@@ -131,7 +144,7 @@ class Calls:
         """
         state = self.params, self.config, self.cache, self.logits
         stops = stop_array(stop_ids)
-        with self._counted():
+        with self._running():
             self.cache, self.logits, decoded = inference.decode(
                 *state, sampling, limits, stops, forced, num_forced
             )
@@ -146,7 +159,7 @@ class Calls:
         padded = np.full(self.config.slots, self.config.slots, np.int32)
         padded[: len(targets)] = targets
         sources = np.where(padded < self.config.slots, source, self.config.slots).astype(np.int32)
-        with self._counted():
+        with self._running():
             self.cache, self.logits, ok = sequences.fork(
                 self.config, self.cache, self.logits, sources, padded
             )
@@ -154,7 +167,7 @@ class Calls:
 
     def reorder_call(self, parents: Sequence[int]) -> bool:
         """One call of `sequences.reorder`; returns as `fork_call`."""
-        with self._counted():
+        with self._running():
             self.cache, self.logits, ok = sequences.reorder(
                 self.config, self.cache, self.logits, np.asarray(parents, np.int32)
             )
@@ -177,7 +190,7 @@ class Calls:
         padded = np.full(table.pages_per_sequence, table.num_pages, np.int32)
         padded[: len(pages)] = pages
         arguments = np.int32(slot), padded, np.int32(length), np.int32(prompt_tokens)
-        with self._counted():
+        with self._running():
             self.cache, ok = sequences.attach(self.config, self.cache, *arguments)
         return bool(ok)
 
@@ -191,7 +204,7 @@ class Calls:
             for row, pages in zip(both, (pinned, unpinned), strict=True):
                 part = pages[start : start + width]
                 row[: len(part)] = part
-            with self._counted():
+            with self._running():
                 self.cache = sequences.repin(self.cache, *both)
 
     def release(self, slots: Sequence[int] | None = None) -> None:
@@ -200,16 +213,17 @@ class Calls:
         chosen = held if slots is None else [slot for slot in slots if slot in held]
         mask = np.zeros(self.config.slots, bool)
         mask[chosen] = True
-        self.cache = sequences.release(self.cache, mask)
+        with unchecked():
+            self.cache = sequences.release(self.cache, mask)
 
     def use(self) -> CacheUse | None:
         """The cache's bytes, measured from its arrays; None where nothing is stored."""
         return cache_use(self.cache, self.config.layer_specs)
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Adds what the block compiles to this session's counts."""
-        with count_compilations() as compilations:
+    def _running(self) -> Iterator[None]:
+        """Programs of the block have no checks, and what it compiles adds to the counts."""
+        with count_compilations() as compilations, unchecked():
             yield
         self.compile_count += compilations.count
         self.compile_s += compilations.seconds

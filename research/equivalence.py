@@ -17,7 +17,7 @@ from kvlab.ops.attention import READ_BLOCK
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.retention import Retention
 from kvlab.ops.specs import CacheSpec, Kivi4, Paged, Placement, Recompute, Ring
-from kvlab.research import inference, sequences
+from kvlab.research import inference
 from kvlab.research.cache import unwrapped
 from kvlab.research.inference import Params
 from kvlab.research.inference_config import InferenceConfig
@@ -332,21 +332,11 @@ def prefilled_row_by_row(session: Session, slot: int, ids: np.ndarray) -> np.nda
         slots = np.full(config.rows, config.slots, np.int32)
         tokens[-1, : len(piece)] = piece
         counts[-1], total[-1], slots[-1] = len(piece), len(ids), slot
-        session.cache, session.logits, _, states = inference.prefill(
-            session.params,
-            config,
-            session.cache,
-            session.logits,
-            tokens,
-            counts,
-            slots,
-            total,
-            np.zeros(config.rows, bool),
-        )
+        stored = np.zeros(config.rows, bool)
+        _, states = session.prefill_rows(tokens, counts, slots, total, stored)
         hidden.append(np.asarray(states)[-1, : len(piece)])
     if config.evicts:
-        mask = np.arange(config.slots) == slot
-        session.cache = sequences.evict(config, session.cache, mask)
+        session.evict([slot])
     return np.concatenate(hidden)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvlab.models.config import DecoderConfig
 from kvlab.ops.specs import CacheSpec, Recompute
-from kvlab.research import inference
+from kvlab.research.calls import Calls, Piece
 from kvlab.research.inference import InferenceConfig, Params
 from kvlab.research.scoring import Quality, compare_hidden, compare_logits, head_params
 from kvlab.research.session import Session
@@ -159,25 +159,12 @@ def recomputed_hidden(
         chunk=length,
         implementation=implementation,
     )
-    params = shapes.pack(params)  # as sessions do, so that what is lossless agrees in bits
-    states = []
+    calls, states = Calls(params, shapes), []
     for text in texts:
-        tokens = np.zeros((1, length), np.int32)
-        tokens[0, : len(text.tokens)] = text.tokens
         # The base of dynamic NTK RoPE follows the prompt, in decode too.
-        count, prompt_length = np.array([[len(text.tokens)], [text.prompt_length]], np.int32)
-        _, _, _, hidden = inference.prefill(
-            params,
-            shapes,
-            shapes.init_cache(),
-            shapes.init_logits(),
-            tokens,
-            count,
-            np.zeros(1, np.int32),
-            prompt_length,
-            np.zeros(1, bool),
-        )
+        _, hidden = calls.prefill_call([Piece(0, text.tokens, text.prompt_length)])
         states.append(np.asarray(hidden)[0, : len(text.tokens)])
+        calls.release()
     return states
 
 

@@ -278,7 +278,7 @@ def _prefill_wave(session: Session, wave: dict[int, _Sequence]) -> None:
     for slot, sequence in wave.items():
         by_prompt.setdefault(sequence.prompt_index, []).append(slot)
     for first, *others in by_prompt.values():
-        session.prefill({first: wave[first].prompt.ids})
+        session.prefill({first: wave[first].prompt.ids}, hidden=False)
         if others:
             session.fork(first, others)
 

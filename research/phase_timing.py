@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from kvlab.ops.sampling import Sampling, SamplingParams
-from kvlab.research import inference
 from kvlab.research.calls import Calls
 from kvlab.research.inference import InferenceConfig, Params
 
@@ -95,11 +94,7 @@ class PhaseTimer:
             tokens = np.zeros((config.slots, config.chunk), np.int32)
             tokens[:, :count] = self._ids[:, start : start + count]
             counts = np.full(config.slots, count, np.int32)
-            calls.cache, calls.logits, ok, _ = inference.prefill(
-                *(calls.params, config, calls.cache, calls.logits),
-                *(tokens, counts, slots, total, stored),
-            )
-            granted.append(ok)
+            granted.append(calls.prefill_rows(tokens, counts, slots, total, stored)[0])
         if config.evicts:
             calls.evict(slots.tolist())
         jax.block_until_ready((calls.cache, calls.logits))

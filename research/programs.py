@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
+from kvlab.ops.page_pool import unchecked
 from kvlab.ops.sampling import Sampling, SamplingParams
 from kvlab.research import inference, sequences
 from kvlab.research.compilation import Compilations, count_compilations
@@ -38,12 +39,13 @@ def compile_programs(params: Params, config: InferenceConfig) -> Compilations:
     state = params, config, jax.eval_shape(config.init_cache), jax.eval_shape(config.init_logits)
     # Traced one after the other: JAX names inner functions as it meets them, and the persistent
     # compilation cache would see other names, and so another program, each time.
-    lowered = [
-        inference.prefill.lower(*state, tokens, rows, rows, rows, rows > 0),
-        inference.decode.lower(*state, sampling, slots, stops, feed, slots),
-    ]
-    if config.evicts:
-        lowered.append(sequences.evict.lower(*state[1:3], slots > 0))
+    with unchecked():
+        lowered = [
+            inference.prefill.lower(*state, tokens, rows, rows, rows, rows > 0),
+            inference.decode.lower(*state, sampling, slots, stops, feed, slots),
+        ]
+        if config.evicts:
+            lowered.append(sequences.evict.lower(*state[1:3], slots > 0))
 
     def compile_one(program: jax.stages.Lowered) -> int:
         with count_compilations() as compilations:

@@ -28,6 +28,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "preemptions": ("preemptions", whole),
     "prefix_hit_rate": ("prefix hits %", percent),
     "compile_count": ("programs", whole),
+    "compile_s": ("compile s", significant),
     "pages_left": ("pages left", whole),
     "answers_equal": ("answers equal", whole),
     "answers_checked": ("of", whole),

@@ -68,7 +68,7 @@ class ServedVariant:
         shares = reuse_prefixes and prefix_obstacle(config) is None
         self._options = EngineOptions(reuse_prefixes=shares)
         self._part = len(folder.manifest["resumed"])
-        self._compiled = 0  # programs, before the first request
+        self._compiled = 0, 0.0  # programs and their seconds, before the first request
 
     def serve(
         self, requests: Sequence[Request], workload: Workload
@@ -141,7 +141,7 @@ class ServedVariant:
                     for _ in serve(engine, [dataclasses.replace(one, id=str(number))]):
                         pass
                 break
-        self._compiled = executor.calls.compile_count
+        self._compiled = executor.calls.compile_count, executor.calls.compile_s
 
     def _serve(self, engine: Engine, requests: Sequence[Request]) -> dict[str, str]:
         """Serves requests, each one's row is written when it ends; why some were refused."""
@@ -233,7 +233,8 @@ class ServedVariant:
         known = 0 if index is None else index.num_idle
         pool, free = executor.pool_pages(), executor.free_pages()
         metrics: dict[str, float] = {
-            "compile_count": self._compiled + calls.compile_count,
+            "compile_count": self._compiled[0] + calls.compile_count,
+            "compile_s": self._compiled[1] + calls.compile_s,
             "tokens_left": int(calls.lengths.sum()),
         }
         if pool.size:

@@ -33,16 +33,17 @@ class Session(Calls):
     """A cache in use, with arguments checked and prompts of any length; not thread-safe."""
 
     def prefill(
-        self, prompts: Mapping[int, TokenIds] | Sequence[TokenIds]
+        self, prompts: Mapping[int, TokenIds] | Sequence[TokenIds], *, hidden: bool = True
     ) -> dict[int, np.ndarray]:
         """Appends prompts to sequences, in pieces of the one prefill shape.
 
         Args:
           prompts: token ids by slot, or a list of them for slots 0, 1, ...
+          hidden: whether the hidden states are wanted; nothing is kept of them otherwise.
 
         Returns:
           Hidden states after the final norm of each prompt's tokens, [tokens, D], by slot;
-          `inference.head` turns them into logits.
+          `inference.head` turns them into logits. Empty where they are not wanted.
 
         Raises:
           ValueError: a prompt that is empty, too long, or has ids outside the vocabulary; a slot
@@ -55,19 +56,21 @@ class Session(Calls):
         pieces = [
             (slot, start) for slot, ids in arrays.items() for start in range(0, len(ids), chunk)
         ]
-        hidden: dict[int, list[np.ndarray]] = {slot: [] for slot in arrays}
+        kept: dict[int, list[np.ndarray]] = {slot: [] for slot in arrays if hidden}
         for call in self._calls(pieces):
-            _, states = self.prefill_call(
+            _, given = self.prefill_call(
                 [
                     Piece(slot, arrays[slot][start : start + chunk], len(arrays[slot]))
                     for slot, start in call
                 ]
             )
-            for row, (slot, start) in enumerate(call):
-                hidden[slot].append(states[row, : len(arrays[slot]) - start])
+            if hidden:
+                fetched = np.asarray(given)
+                for row, (slot, start) in enumerate(call):
+                    kept[slot].append(fetched[row, : len(arrays[slot]) - start])
             if self.config.evicts:
                 self.evict([slot for slot, start in call if start + chunk >= len(arrays[slot])])
-        return {slot: np.concatenate(states) for slot, states in hidden.items()}
+        return {slot: np.concatenate(states) for slot, states in kept.items()}
 
     def _calls(self, pieces: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """Cuts pieces (slot, start) into prefill calls, the pieces of a slot in their order."""

@@ -280,7 +280,7 @@ def _timed(session: Session, prompts: Sequence[np.ndarray], decode_tokens: int) 
     whole batch's prefill.
     """
     began = time.perf_counter()
-    session.prefill(prompts)
+    session.prefill(prompts, hidden=False)
     np.argmax(session.logits, axis=1)
     prefilled = time.perf_counter()
     results = session.decode(decode_tokens)

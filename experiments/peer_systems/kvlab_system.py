@@ -38,7 +38,7 @@ class KvlabSystem:
     def prefill(self, ids: np.ndarray) -> None:
         """See `System`."""
         self._session.release()
-        self._session.prefill(list(ids))
+        self._session.prefill(list(ids), hidden=False)
         self._session.logits.block_until_ready()
 
     def decode(self, steps: int) -> np.ndarray:

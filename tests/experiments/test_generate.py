@@ -36,6 +36,7 @@ def test_text_and_json_say_the_same(kvlab):
         "finish_reason",
         "ttft_s",
         "tpot_s",
+        "compile_s",
     }
     assert line["prompt"] == "ışık"
     assert line["prompt_ids"] == list("ışık".encode())

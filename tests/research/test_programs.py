@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from kvlab.ops.page_pool import unchecked
 from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import CacheSpec, Paged
+from kvlab.research import sequences
 from kvlab.research.compilation import count_compilations
 from kvlab.research.inference_config import InferenceConfig
 from kvlab.research.session import Session
@@ -62,6 +64,33 @@ def test_an_equal_session_compiles_nothing(one_layer_session, tiny):
     other.prefill([tiny.prompt(5)])
     other.decode(4)
     assert other.compile_count == 0
+
+
+def test_a_program_is_the_same_whatever_was_traced_before(one_layer_session):
+    """Or the persistent cache would not know it: a check for checkify counts those before it."""
+    session = one_layer_session
+    arguments = session.cache, np.zeros(session.config.slots, bool)
+
+    def text():
+        jax.clear_caches()
+        with unchecked():
+            return sequences.release.lower(*arguments).as_text()
+
+    first = text()
+    checked = sequences.release.lower(*arguments).as_text()
+    assert text() == first != checked
+
+
+def test_hidden_states_are_fetched_only_where_they_are_wanted(one_layer_session, tiny):
+    session = one_layer_session
+    session.release()
+    prompts = {1: tiny.prompt(40), 3: tiny.prompt(3)}
+    hidden = session.prefill(prompts)
+    assert {slot: states.shape[0] for slot, states in hidden.items()} == {1: 40, 3: 3}
+    logits = np.asarray(session.logits)
+    session.release()
+    assert session.prefill(prompts, hidden=False) == {}
+    np.testing.assert_array_equal(session.logits, logits)
 
 
 def test_buffers_are_donated(one_layer_session, tiny):
