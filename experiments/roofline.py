@@ -2,6 +2,7 @@
 
     kvlab roofline
     kvlab roofline --attention=gqa --batch=1,8,32 --prompt_tokens=128,1024
+    kvlab roofline --weights=int8
     kvlab roofline --placement=contiguous,paged --storage=float32,int8 --dtype=bfloat16
     kvlab roofline --model=random:tiny-gqa --linear_times=A100-80GB:llama-2-7b:mlp.csv
 
@@ -51,6 +52,7 @@ FLAGS = command_flags(
     "model",
     "seed",
     "chunk",
+    "weights",
     axes=MANY,
     out="the run folder; runs/NAME-HASH if not given",
     batch=Flag(comma_list(whole(1)), "N,...", "sequences side by side", (1, 4, 16)),
@@ -58,7 +60,10 @@ FLAGS = command_flags(
     decode_tokens=Flag(whole(1), "N", "tokens decoded after a prompt", 16),
     repeats=Flag(whole(1), "N", "timed repetitions of a point", 3),
     dtype=Flag(
-        choice("float32", "bfloat16", "float16"), "TYPE", "of weights and products", "float32"
+        choice("float32", "bfloat16", "float16"),
+        "TYPE",
+        "of weights, unless --weights says otherwise, and of products",
+        "float32",
     ),
     device=Flag(
         comma_list(_device),
@@ -103,6 +108,7 @@ def main(argv: list[str]) -> int:
         devices=tuple(one for one in FLAGS.device or DEVICES if one != "measured"),
         linear_times=tuple(FLAGS.linear_times),
         implementation=FLAGS.implementation,
+        weights=FLAGS.weights,
         seed=FLAGS.seed,
     )
     points = len(study_configs(study, model))  # before anything is written

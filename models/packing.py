@@ -6,15 +6,24 @@ name. Quantised are the projections and the head, and with it a tied embedding; 
 embeddings that are only looked up stay as they are.
 """
 
+import math
 import weakref
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
 from kvlab.models.config import DecoderConfig
-from kvlab.ops.packed_weight import FORMATS, PackedWeight, best_implementation, pack
+from kvlab.models.decoder import param_shapes
+from kvlab.ops.packed_weight import (
+    FORMATS,
+    PackedWeight,
+    best_implementation,
+    pack,
+    packed_bytes,
+)
 
 # By the id of an array that lives: sessions over one model share what is packed.
 _PACKED: dict[tuple[int, bool, str, str], tuple[weakref.ref[jax.Array], PackedWeight]] = {}
@@ -55,19 +64,47 @@ def pack_params(
         return params
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
     for name, leaf in flat.items():
-        *_, module, kind = name.split("/")
-        looked_up = "embed" in module
-        if kind != "weight" or (looked_up and not _is_tied_head(module, config)):
+        if not _is_product(name, config):
             continue
         if not isinstance(leaf, PackedWeight):
-            flat[name] = _packed(leaf, looked_up, wanted, implementation)
+            flat[name] = _packed(leaf, _is_embedding(name), wanted, implementation)
         elif weights not in (None, leaf.format):
             raise ValueError(f"{name} is packed as {leaf.format}, and weights={weights} are wanted")
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
-def _is_tied_head(module: str, config: DecoderConfig) -> bool:
-    return module == "embed" and config.tie_embeddings
+def param_bytes(config: DecoderConfig, weights: str | None = None) -> int:
+    """Bytes of a decoder's parameters, from shapes alone.
+
+    Args:
+      config: the decoder.
+      weights: the format of what is packed; None is `param_dtype` for all.
+
+    Raises:
+      ValueError: an unknown format.
+    """
+    check_format(weights)
+    size, total = jnp.dtype(config.param_dtype).itemsize, 0
+    shapes: dict[str, Any] = traverse_util.flatten_dict(param_shapes(config), sep="/")
+    for name, leaf in shapes.items():
+        if weights is None or not _is_product(name, config):
+            total += size * math.prod(leaf.shape)
+        else:
+            shape = leaf.shape[::-1] if _is_embedding(name) else leaf.shape
+            total += packed_bytes(shape, weights)
+    return total
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether a weight is stored for look-ups, [V, D]."""
+    return "embed" in name.split("/")[-2]
+
+
+def _is_product(name: str, config: DecoderConfig) -> bool:
+    """Whether a parameter is the weight of a product, which is what is packed."""
+    *_, module, kind = name.split("/")
+    tied_head = module == "embed" and config.tie_embeddings
+    return kind == "weight" and (tied_head or not _is_embedding(name))
 
 
 def _format_as_loaded(config: DecoderConfig) -> str | None:

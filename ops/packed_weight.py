@@ -14,7 +14,8 @@ import numpy as np
 
 from kvlab.ops.cpu_kernels import library
 
-FORMATS = ("float32", "bfloat16", "int8", "int4")
+QUANTISED = ("int8", "int4")
+FORMATS = ("float32", "bfloat16", *QUANTISED)
 GROUP = 32
 _LANES = 16  # where no kernel asks for its own
 _INT8_LARGEST = 127
@@ -102,7 +103,7 @@ def pack(
     lanes = library.load().KvlabLanes() if implementation == "cpu" else _LANES
     length, count = weight.shape
     scales = np.zeros(0, np.float16)
-    if weight_format in ("int8", "int4"):
+    if weight_format in QUANTISED:
         values = _panels(np.asarray(weight, np.float32), lanes, GROUP)
         panels, scales = (_int8 if weight_format == "int8" else _int4)(values)
     elif weight_format == "bfloat16":
@@ -114,6 +115,21 @@ def pack(
     on_device, scales_on_device = jax.device_put((panels, scales))
     shape = (length, count)
     return PackedWeight(on_device, scales_on_device, shape, weight_format, implementation)
+
+
+def packed_bytes(shape: tuple[int, int], weight_format: str) -> int:
+    """Bytes of a packed weight [D_in, D_out], without the columns that fill its last panel.
+
+    Args:
+      shape: (D_in, D_out).
+      weight_format: one of `FORMATS`; int8 takes 8.5 and int4 4.5 bits a value, scales included.
+    """
+    length, count = shape
+    groups = -(-length // GROUP)
+    scaled = {"int8": GROUP + 2, "int4": GROUP // 2 + 2}  # bytes of a group and its scale
+    if weight_format in scaled:
+        return count * groups * scaled[weight_format]
+    return count * (4 * length if weight_format == "float32" else 4 * -(-length // 2))
 
 
 def best_implementation() -> str:

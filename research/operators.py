@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig, LayerNorm
+from kvlab.ops.packed_weight import packed_bytes
 
 # Operations a value. Norm: sum, subtract, square, sum, divide, scale, shift; softmax: maximum,
 # subtract, exponentiate, sum, divide (both as LLM-Viewer counts them).
@@ -119,6 +120,7 @@ def step_operators(
     layers: Sequence[LayerWork],
     positions: int,
     accounting: Accounting = EXACT,
+    weights: str | None = None,
 ) -> tuple[Operator, ...]:
     """Every operator of one step of a decoder.
 
@@ -127,11 +129,13 @@ def step_operators(
       layers: what is asked of each layer.
       positions: whose logits are computed, over all sequences.
       accounting: what counts.
+      weights: the format that weights of products are packed in (`kvlab.ops.packed_weight`), of
+        D_out columns that fill whole panels; None is `param_dtype`.
 
     Returns:
       Operators in the order they run, layers that do the same being one group (`layers`).
     """
-    counts = _Counts(config, accounting)
+    counts = _Counts(config, accounting, weights)
     groups = collections.Counter(layers)  # in the order of their first layers
     operators = [counts.embed(layers[0].tokens)]
     for work, number in groups.items():
@@ -146,10 +150,11 @@ class _Counts:
 
     config: DecoderConfig
     accounting: Accounting
+    weights: str | None
 
     @functools.cached_property
     def _weight(self) -> int:
-        """Bytes of a parameter."""
+        """Bytes of a parameter that is not packed."""
         return jnp.dtype(self.config.param_dtype).itemsize
 
     @functools.cached_property
@@ -157,13 +162,19 @@ class _Counts:
         """Bytes of an activation."""
         return self.config.compute_dtype.itemsize
 
+    def _product(self, width_in: int, width_out: int) -> int:
+        """Bytes of the weight of a product."""
+        if self.weights is None:
+            return width_in * width_out * self._weight
+        return packed_bytes((width_in, width_out), self.weights)
+
     def _linear(
         self, name: str, width_in: int, width_out: int, tokens: int, bias: bool = False
     ) -> Operator:
         return Operator(
             name,
             flops=tokens * width_out * (2 * width_in + bias),
-            weight_bytes=width_out * (width_in + bias) * self._weight,
+            weight_bytes=self._product(width_in, width_out) + width_out * bias * self._weight,
             activation_bytes=tokens * (width_in + width_out) * self._value,
         )
 
@@ -258,11 +269,13 @@ class _Counts:
         config = self.config
         tables = 1 if config.rope is not None else 2
         values = tokens * config.embed_dim
+        row = config.embed_dim * self._weight
+        token = self._product(config.embed_dim, 1) if config.tie_embeddings else row
         scaled = int(config.embed_scale is not None)
         return Operator(
             "embed",
             (tables - 1 + scaled) * values,
-            tables * values * self._weight,
+            tokens * (token + (tables - 1) * row),
             values * self._value,
         )
 

@@ -9,10 +9,8 @@ import functools
 import math
 from collections.abc import Callable
 
-import jax.numpy as jnp
-
 from kvlab.models.config import DecoderConfig
-from kvlab.models.presets import parameter_count
+from kvlab.models.packing import check_format, param_bytes
 from kvlab.ops.specs import CacheSpec, Recompute
 from kvlab.research.cache_costs import (
     held_tokens,
@@ -87,16 +85,18 @@ class CostModel:
       specs: the cache of each layer; one `CacheSpec` stands for all.
       device: where; `Device.scaled` gives one that reaches a share of its data sheet.
       accounting: what counts.
+      weights: the format of the products' weights; None is the config's `param_dtype`.
 
     Raises:
       ValueError: another number of specs than layers; a device whose peak in the config's dtype is
-        not known.
+        not known; an unknown format.
     """
 
     config: DecoderConfig
     specs: CacheSpec | tuple[CacheSpec, ...]
     device: Device
     accounting: Accounting = EXACT
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -106,6 +106,7 @@ class CostModel:
                 "one spec, or one per layer"
             )
         self.device.peak(self.config.dtype)
+        check_format(self.weights)
 
     @property
     def layer_specs(self) -> tuple[CacheSpec, ...]:
@@ -188,7 +189,7 @@ class CostModel:
                 batch * keys if self.recomputes else 0,
             )
             works.append(work)
-        operators = step_operators(config, works, batch, self.accounting)
+        operators = step_operators(config, works, batch, self.accounting, self.weights)
         return Phase(operators, self.device, config.dtype)
 
     def ttft_s(self, prompt: int, batch: int = 1, chunk: int | None = None) -> float:
@@ -236,8 +237,8 @@ class CostModel:
         return max(1, math.ceil(ridge * (one.moved_bytes - moved) / gain))
 
     def param_bytes(self) -> int:
-        """All parameters in the config's `param_dtype`."""
-        return _param_bytes(self.config)
+        """All parameters, products' weights in their format."""
+        return _param_bytes(self.config, self.weights)
 
     def used_bytes(self, batch: int, context: int, chunk: int = 128) -> int:
         """Parameters and caches of some sequences; activations and programs are not counted."""
@@ -291,9 +292,7 @@ def _visible(tokens: int, window: int) -> int:
     return ramp * (ramp + 1) // 2 + (tokens - ramp) * window
 
 
-@functools.lru_cache(maxsize=64)
-def _param_bytes(config: DecoderConfig) -> int:
-    return parameter_count(config) * jnp.dtype(config.param_dtype).itemsize
+_param_bytes = functools.lru_cache(maxsize=64)(param_bytes)
 
 
 def _require(**sizes: int) -> None:

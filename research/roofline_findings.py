@@ -66,7 +66,10 @@ def bound(row: Row) -> str:
 
 
 def variant_namer(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """Names variants by what differs between the phases of some rows; attention always."""
+    """Names variants by what differs between the phases of some rows.
+
+    Attention is named always, and the weights where they are not as loaded.
+    """
     values: dict[str, set[str]] = {}
     for row in rows:
         for name, value in row["config"].items():
@@ -74,11 +77,15 @@ def variant_namer(rows: Sequence[Row]) -> Callable[[Row], str]:
     shown = [
         name
         for name, seen in values.items()
-        if name not in _NOT_VARIANT and (name == "attention" or len(seen) > 1)
+        if name not in _NOT_VARIANT and (name in ("attention", "weights") or len(seen) > 1)
     ]
 
     def name_of(row: Row) -> str:
-        return " ".join(str(row["config"][name]) for name in shown if name in row["config"])
+        values = {name: row["config"][name] for name in shown if name in row["config"]}
+        return " ".join(
+            f"{value} weights" if name == "weights" else str(value)
+            for name, value in values.items()
+        )
 
     return name_of
 
@@ -215,9 +222,10 @@ def _operators(rows: Sequence[Row]) -> list[str]:
         largest = max(some, key=lambda r: r["metrics"]["layers"] * r["metrics"]["predicted_s"])
         share = largest["metrics"]["layers"] * largest["metrics"]["predicted_s"] / seconds
         config = some[0]["config"]
+        told = f"{config['weights']} " if "weights" in config else ""
         found.append(
             f"Of the bytes of {phase} at batch {config['batch_size']} and "
-            f"{config['prompt_tokens']:,} tokens ({config['attention']}) weights are "
+            f"{config['prompt_tokens']:,} tokens ({config['attention']}) {told}weights are "
             f"{percent(shares['weight'])} %, keys and values {percent(shares['kv'])} %; the most "
             f"predicted time is that of {largest['config']['operator']}, {percent(share)} %."
         )

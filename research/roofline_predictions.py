@@ -100,10 +100,15 @@ def turning_point(costs: CostModel, prompt: int) -> Metrics:
 
 
 def phase_operators(
-    config: DecoderConfig, specs: Specs, phase: str, batch: int, prompt: int
+    config: DecoderConfig,
+    specs: Specs,
+    phase: str,
+    batch: int,
+    prompt: int,
+    weights: str | None = None,
 ) -> tuple[Operator, ...]:
     """Operators of a prefill of whole prompts in one call, or of the decode step after it."""
-    costs = CostModel(config, specs, _COUNTED_ON)
+    costs = CostModel(config, specs, _COUNTED_ON, weights=weights)
     if phase == "prefill":
         return costs.prefill(batch, prompt).operators
     return costs.decode(batch, prompt + 1, prompt).operators

@@ -1,7 +1,7 @@
 """What a report shows of `roofline`: limits, phases against them, operators, other devices."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvlab.research.line_chart import Line, LinePanel, draw_lines
@@ -44,8 +44,9 @@ _READING = (
     "intensity: from the ridge point on the first is less (compute-bound), before it the second "
     "(memory-bound). Operations and bytes are counted from the model's config, with every weight "
     "read once a call and scores kept on chip, so the prediction is what a perfect program would "
-    "take. Times are medians; at each batch the phases, prompt lengths and attentions take turns, "
-    "after a warm-up and apart from compiling. A limit is the best sample of the fastest program "
+    "take; a weight of int8 is 8.5 bits and one of int4 4.5, its share of a scale included. Times "
+    "are medians; at each batch the phases, prompt lengths and attentions take turns, after a "
+    "warm-up and apart from compiling. A limit is the best sample of the fastest program "
     "that measures it (as in STREAM) before, between and after the phases; what else the machine "
     "does slows the phases down, and counts as distance from the limit."
 )
@@ -192,6 +193,12 @@ def _table(run: str, title: str, cells: Sequence[dict[str, str]]) -> Table:
     return Table(title, tuple(cells[0]), tuple(cells))
 
 
+def _model(config: Mapping[str, Any]) -> str:
+    """The attention of a row, and its weights where they are not as loaded."""
+    weights = f", {config['weights']} weights" if "weights" in config else ""
+    return f"{config['attention']}{weights}"
+
+
 def _operator_tables(rows: Sequence[Row]) -> list[Table]:
     tables = []
     for (run, phase), some in _grouped(rows, "operator", "phase").items():
@@ -213,7 +220,7 @@ def _operator_tables(rows: Sequence[Row]) -> list[Table]:
             )
         config = some[0]["config"]
         title = (
-            f"operators of {phase}: {config['attention']}, batch {config['batch_size']}, "
+            f"operators of {phase}: {_model(config)}, batch {config['batch_size']}, "
             f"{config['prompt_tokens']} tokens"
         )
         tables.append(_table(run, title, cells))
@@ -222,7 +229,7 @@ def _operator_tables(rows: Sequence[Row]) -> list[Table]:
 
 def _device_tables(rows: Sequence[Row]) -> list[Table]:
     tables = []
-    for (run, attention), some in _grouped(rows, "device", "attention").items():
+    for (run, _), some in _grouped(rows, "device", "attention").items():
         cells = []
         for row in some:
             metrics = row["metrics"]
@@ -241,8 +248,8 @@ def _device_tables(rows: Sequence[Row]) -> list[Table]:
             )
         config = some[0]["config"]
         title = (
-            f"predicted for {attention}, batch {config['batch_size']}, {config['prompt_tokens']} "
-            "tokens: data sheets at bfloat16, this machine as it ran"
+            f"predicted for {_model(config)}, batch {config['batch_size']}, "
+            f"{config['prompt_tokens']} tokens: data sheets at bfloat16, this machine as it ran"
         )
         tables.append(_table(run, title, cells))
     return tables

@@ -9,6 +9,7 @@ from typing import Any
 from kvlab.models.config import DecoderConfig
 from kvlab.models.load import Model
 from kvlab.models.presets import preset
+from kvlab.ops.packed_weight import QUANTISED
 from kvlab.research.compilation import make_room_for_programs
 from kvlab.research.devices import DEVICES, Device
 from kvlab.research.experiment import Variant
@@ -23,6 +24,7 @@ from kvlab.research.machine import (
     measure,
     memory_bytes,
 )
+from kvlab.research.operators import Operator
 from kvlab.research.phase_timing import PhaseTimer, Timed, timed_in_turns
 from kvlab.research.progress import progress
 from kvlab.research.results import RunFolder
@@ -121,7 +123,8 @@ def _rated_anew(rows: Sequence[Row], study: RooflineStudy, model: Model) -> Iter
             continue
         config, metrics = row["config"], row["metrics"]
         variant = next(v for v in study.variants if v.settings().items() <= config.items())
-        costs = CostModel(_with_attention(model, variant), variant.cache, machine_of(rows))
+        attending, here = _with_attention(model, variant), machine_of(rows)
+        costs = CostModel(attending, variant.cache, here, weights=study.weights)
         seconds = row["repeats"]["ttft_s" if config["phase"] == "prefill" else "tpot_s"]
         length = config["prompt_tokens"]
         timed = Timed(
@@ -224,7 +227,7 @@ def _phases(
     shapes = {}  # before anything is written: what the model does not take is said
     for variant in variants:
         shapes[variant.attention] = _shapes(study, model, variant, batch, max(lengths))
-    shared: dict[str, Any] = {"batch_size": batch}
+    shared: dict[str, Any] = {"batch_size": batch, **study.weight_settings}
     shared |= {"decode_tokens": study.decode_tokens, "repeats": study.repeats}
     if study.implementation is not None:
         shared["implementation"] = study.implementation
@@ -254,7 +257,8 @@ def _phases(
                 yield found
                 continue
             config = shapes[one["attention"]].model
-            yield _phase_metrics(CostModel(config, variants[0].cache, here()), one, found)
+            costs = CostModel(config, variants[0].cache, here(), weights=study.weights)
+            yield _phase_metrics(costs, one, found)
 
     return _Group(configs, measured)
 
@@ -273,6 +277,7 @@ def _shapes(
         chunk=capacity if variant.recomputes else study.chunk,
         decode_steps=study.decode_tokens,
         implementation=study.implementation,
+        weights=study.weights,
     )
 
 
@@ -294,16 +299,21 @@ def _operators(study: RooflineStudy, model: Model, here: Callable[[], Device]) -
     config = _with_attention(model, variant)
     shared = {"kind": "operator", "model": study.model, "dtype": study.dtype}
     shared |= variant.settings() | {"batch_size": batch, "prompt_tokens": prompt}
+    shared |= study.weight_settings
+
+    def operators(phase: str) -> tuple[Operator, ...]:
+        return phase_operators(config, variant.cache, phase, batch, prompt, study.weights)
+
     configs = tuple(
         {**shared, "phase": phase, "number": number, "operator": one.name}
         for phase in PHASES
-        for number, one in enumerate(phase_operators(config, variant.cache, phase, batch, prompt))
+        for number, one in enumerate(operators(phase))
     )
 
     def measured(wanted: Sequence[dict[str, Any]]) -> Iterator[Measured]:
         for one in wanted:
-            found = phase_operators(config, variant.cache, one["phase"], batch, prompt)
-            yield operator_metrics(found[one["number"]], here(), config.dtype), {}, {}
+            found = operators(one["phase"])[one["number"]]
+            yield operator_metrics(found, here(), config.dtype), {}, {}
 
     return _Group(configs, measured)
 
@@ -319,6 +329,7 @@ def _devices(study: RooflineStudy, model: Model, here: Callable[[], Device]) -> 
             **{"kind": "device", "device": device, "model": study.model},
             **variant.settings(),
             **{"batch_size": batch, "prompt_tokens": prompt},
+            **study.weight_settings,
         }
         for variant in variants.values()
         for device in (NAME, *study.devices)
@@ -328,12 +339,14 @@ def _devices(study: RooflineStudy, model: Model, here: Callable[[], Device]) -> 
         for one in wanted:
             variant = variants[one["attention"]]
             config, cache = _with_attention(model, variant), variant.cache
-            device = DEVICES.get(one["device"])
+            device, weights = DEVICES.get(one["device"]), study.weights
             if device is None:
                 device = here()
             else:
                 config, cache = on_data_sheet(config, cache)
-            yield device_metrics(CostModel(config, cache, device), batch, prompt), {}, {}
+                weights = weights if weights in QUANTISED else None
+            costs = CostModel(config, cache, device, weights=weights)
+            yield device_metrics(costs, batch, prompt), {}, {}
 
     return _Group(configs, measured)
 

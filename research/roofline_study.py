@@ -52,6 +52,7 @@ class RooflineStudy:
       devices: data sheets to predict for, of `DEVICES`.
       linear_times: files to compare predictions with.
       implementation: of attention; None is the best available.
+      weights: format of the products' weights; None is as loaded.
       seed: of the prompts.
     """
 
@@ -66,7 +67,13 @@ class RooflineStudy:
     devices: tuple[str, ...]
     linear_times: tuple[LinearTimes, ...]
     implementation: str | None
+    weights: str | None
     seed: int
+
+    @property
+    def weight_settings(self) -> dict[str, str]:
+        """What a row's config says of the weights: nothing where they are as loaded."""
+        return {} if self.weights is None else {"weights": self.weights}
 
     def to_json(self) -> dict[str, Any]:
         """The study as a manifest stores it."""

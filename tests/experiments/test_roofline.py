@@ -159,6 +159,26 @@ def test_phases_are_rated_by_the_best_limits_of_the_whole_run(kvlab, tmp_path, m
     assert (tmp_path / "run" / "results.jsonl").read_text() == before
 
 
+def test_packed_weights_are_run_counted_and_named(kvlab, tmp_path):
+    small = (*SMALL, "--batch=1", "--prompt_tokens=5", "--attention=gqa")
+    sizes = {}
+    for flags in ((), ("--weights=int4",)):
+        folder = tmp_path / f"run{len(flags)}"
+        shown = kvlab(*small, *flags, f"--out={folder}")
+        assert shown.status == 0, shown.err
+        rows = read_rows(folder)
+        named = [row for kind in ("phase", "operator", "device") for row in of_kind(rows, kind)]
+        assert {row["config"].get("weights") for row in named} == {"int4" if flags else None}
+        operators = {r["config"]["operator"]: r["metrics"] for r in of_kind(rows, "operator")}
+        sizes[flags] = operators["head"]["weight_bytes"], operators["mlp_norm"]["weight_bytes"]
+    (whole, norm), (packed, same) = sizes.values()
+    assert packed == whole * 4.5 / 32
+    assert norm == same
+    assert "gqa int4 weights: decode is" in shown.out
+    assert "(gqa) int4 weights are " in shown.out
+    assert "gqa, int4 weights, batch 1" in (folder / "report.html").read_text()
+
+
 def test_linear_times_of_another_machine_stand_beside(kvlab, tmp_path, data_path):
     path = data_path("measured/vidur/a100/meta-llama/Llama-2-7b-hf/mlp.csv")
     flag = f"--linear_times=A100-80GB:llama-2-7b:{path}"
@@ -183,6 +203,7 @@ def test_linear_times_of_another_machine_stand_beside(kvlab, tmp_path, data_path
         ("--linear_times=L4-24GB:llama-2-7b:/none.csv", 1, "/none.csv: No such file"),
         ("--batch=0", 2, "a whole number, 1 or more"),
         ("--dtype=int8", 2, "legal values: float32, bfloat16, float16"),
+        ("--weights=int3", 2, "legal values: float32, bfloat16, int8, int4"),
         ("--attention=gqa:5", 1, "is not possible with 6 query heads"),
         ("--prompt_tokens=1023", 1, "past the model's context of 1024"),
         ("--budget=5", 1, "no point uses it"),

@@ -15,7 +15,7 @@ from kvlab.models.checkpoints.gguf import load_gguf
 from kvlab.models.checkpoints.huggingface import load_huggingface
 from kvlab.models.checkpoints.orbax import save_checkpoint
 from kvlab.models.decoder import Decoder
-from kvlab.models.packing import pack_params
+from kvlab.models.packing import pack_params, param_bytes
 from kvlab.models.presets import preset
 from kvlab.models.random_params import random_params
 from kvlab.models.tokenizers import load_tokenizer
@@ -160,3 +160,28 @@ def test_smollm2_says_the_same_with_packed_weights(smollm2_path):
     kl, agreed = distance("int8")
     assert 1e-5 < kl < 2e-3
     assert agreed > 0.95
+
+
+@pytest.mark.parametrize("name", ["tiny-gqa", "gpt2"])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_bytes_are_counted_as_they_are_packed_but_for_the_last_panel(name, weights):
+    """32 columns fill panels of 16; 36, and 258 and 77 tokens of vocabulary, do not."""
+    small = {"num_layers": 2, "vocab_size": 77, "embed_dim": 36, "num_heads": 2, "head_dim": 18}
+    small |= {"num_kv_heads": 2, "hidden_dim": 50, "max_length": 19, "windows": None}
+    config = preset(name) if name == "tiny-gqa" else dataclasses.replace(preset(name), **small)
+    packed = pack_params(random_params(config, 0), config, weights, kernel=False)
+    leaves = weights_of(packed)
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(packed))
+    padding = 0
+    for leaf in leaves:
+        if isinstance(leaf, PackedWeight):
+            columns = leaf.panels.shape[0] * leaf.panels.shape[2]
+            padding += leaf.nbytes * (columns - leaf.shape[1]) // columns
+    if weights == "float32":  # XLA takes it as it is
+        assert padding == 0
+    else:
+        assert padding > 0
+    assert param_bytes(config, weights) == stored - padding
+    assert param_bytes(config) == 4 * sum(
+        leaf.size for leaf in jax.tree.leaves(random_params(config, 0))
+    )

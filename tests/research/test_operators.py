@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from kvlab.models.config import DecoderConfig, LayerNorm
+from kvlab.models.packing import param_bytes
 from kvlab.models.presets import PRESETS, parameter_count
 from kvlab.ops.rope import Rope
 from kvlab.research.operators import (
@@ -176,3 +177,28 @@ def test_weights_are_all_parameters_of_every_family(name):
     if config.rope is None:
         read += 4 * config.max_length * config.embed_dim
     assert read == 4 * parameter_count(config)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2-0.5b", "tiny-gqa"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
+def test_packed_weights_are_read_as_they_are_stored(name, weights):
+    config = PRESETS[name]
+    works = [LayerWork(heads, 0, 0) for heads in config.kv_heads]
+    read = total(step_operators(config, works, 0, weights=weights)).weight_bytes
+    if not config.tie_embeddings:
+        read += 4 * config.vocab_size * config.embed_dim
+    assert read == param_bytes(config, weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "bits"), [("float32", 32), ("bfloat16", 16), ("int8", 8.5), ("int4", 4.5)]
+)
+def test_bits_of_a_weight(weights, bits):
+    """Of a projection, and of the row of a tied embedding that a token looks up."""
+    config = PRESETS["llama-3.2-1b"]
+    assert config.tie_embeddings
+    operators = step_operators(config, [LayerWork(8, 3, 0)] * 16, 0, weights=weights)
+    found = {one.name: one.weight_bytes for one in operators}
+    assert found["gate"] == 2048 * 8192 * bits / 8
+    assert found["embed"] == 3 * 2048 * bits / 8
+    assert found["mlp_norm"] == 4 * 2048
