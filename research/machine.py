@@ -1,8 +1,8 @@
 """What this machine can do, measured through JAX: bytes read and products computed, a second.
 
 A limit is what the fastest of several programs sustains, each named by what does the work. XLA's
-`dot` need not be the best that a CPU can do; a probe that runs other code (a loop of fused
-multiply-adds in C++, say) is one more entry of `PROBES`, and counts where it is faster.
+`dot` need not be the best that a CPU can do; kvlab's own kernel for linear layers is measured
+beside it where there is one (`KERNEL_PROBES`), and counts where it is faster.
 """
 
 import dataclasses
@@ -11,12 +11,16 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from kvlab.ops.cpu_kernels import library
+from kvlab.ops.linear import linear
+from kvlab.ops.packed_weight import PackedWeight, best_implementation, pack
 from kvlab.research.devices import Device
 
 NAME = "this machine"
@@ -34,6 +38,7 @@ _SHARE_OF_MEMORY = 16
 _LEAST_CALL_S = 0.02  # a product is enlarged until it takes as long
 _SAMPLE_S = 0.05
 _SIZES = tuple(2**power for power in range(8, 15))
+_KERNEL_SIZES = _SIZES[:3]  # as large as weights of a layer, which it is made for
 _HIGHEST = jax.lax.Precision.HIGHEST
 _CGROUP_LIMITS = (
     pathlib.Path("/sys/fs/cgroup/memory.max"),
@@ -71,10 +76,15 @@ class Probe:
     prepare: Callable[[float], Work]
 
 
+def _columns(memory: float, multiple: int = 1) -> int:
+    """How many columns of 1,024 float32 the memory lets a matrix have; at least `multiple`."""
+    nbytes = min(_READ_BYTES, int(memory) // _SHARE_OF_MEMORY)
+    return max(nbytes // (4096 * multiple), 1) * multiple
+
+
 def _array_of(memory: float) -> jax.Array:
     """Ones, [1024, n] float32, as large as the memory lets it be."""
-    nbytes = min(_READ_BYTES, int(memory) // _SHARE_OF_MEMORY)
-    return jnp.ones((1024, max(nbytes // 4096, 1)), jnp.float32)
+    return jnp.ones((1024, _columns(memory)), jnp.float32)
 
 
 def _row_sums(memory: float) -> Work:
@@ -97,9 +107,44 @@ def _vector_matrix(memory: float) -> Work:
     return Work(lambda: run(array, vector), array.nbytes, array.nbytes)
 
 
-def _dot(stored: str, operands: str, sums: str) -> Callable[[float], Work]:
-    """Products of square matrices, enlarged until one takes long enough to be timed."""
+def _kernel_vector_matrix(memory: float) -> Work:
+    """As `_vector_matrix`; the panels are made in place, for packing would copy them twice."""
+    lanes = library.load().KvlabLanes()
+    count = _columns(memory, lanes)
+    panels = jnp.ones((count // lanes, 1024, lanes), jnp.float32)
+    none = jnp.zeros(0, jnp.float16)
+    weight = PackedWeight(panels, none, (1024, count), "float32", "cpu")
+    vector = jnp.ones((1, 1024), jnp.float32)
+    run = jax.jit(linear)
+    return Work(lambda: run(vector, weight), panels.nbytes, panels.nbytes)
 
+
+def _enlarged(
+    product: Callable[[int], Callable[[], Any]], sizes: Sequence[int], memory: float
+) -> Work:
+    """Products of square matrices, enlarged until one takes long enough to be timed."""
+    fitting = [n for n in sizes if 12 * n * n <= memory / _SHARE_OF_MEMORY]
+    work = None
+    for n in fitting or sizes[:1]:
+        work = Work(product(n), 2.0 * n**3, n)
+        jax.block_until_ready(work.run())
+        if _seconds(work, 1) >= _LEAST_CALL_S:
+            break
+    assert work is not None
+    return work
+
+
+def _kernel_product(dtype: str) -> Callable[[float], Work]:
+    run = jax.jit(linear)
+
+    def product(n: int) -> Callable[[], Any]:
+        weight = pack(np.ones((n, n), np.float32), dtype, "cpu")
+        return functools.partial(run, jnp.ones((n, n), dtype), weight)
+
+    return lambda memory: _enlarged(product, _KERNEL_SIZES, memory)
+
+
+def _dot(stored: str, operands: str, sums: str) -> Callable[[float], Work]:
     @jax.jit
     def product(x: jax.Array) -> jax.Array:
         widened = x.astype(operands)
@@ -108,18 +153,10 @@ def _dot(stored: str, operands: str, sums: str) -> Callable[[float], Work]:
             widened, widened, precision=precision, preferred_element_type=jnp.dtype(sums)
         )
 
-    def prepare(memory: float) -> Work:
-        fitting = [n for n in _SIZES if 12 * n * n <= memory / _SHARE_OF_MEMORY]
-        work = None
-        for n in fitting or _SIZES[:1]:
-            work = Work(functools.partial(product, jnp.ones((n, n), stored)), 2.0 * n**3, n)
-            jax.block_until_ready(work.run())
-            if _seconds(work, 1) >= _LEAST_CALL_S:
-                break
-        assert work is not None
-        return work
+    def of_ones(n: int) -> Callable[[], Any]:
+        return functools.partial(product, jnp.ones((n, n), stored))
 
-    return prepare
+    return lambda memory: _enlarged(of_ones, _SIZES, memory)
 
 
 PROBES = (
@@ -131,7 +168,18 @@ PROBES = (
     Probe("flops", "XLA's dot, widened to float32", _dot("bfloat16", "float32", "float32")),
     Probe("int8_flops", "XLA's dot", _dot("int8", "int8", "int32")),
 )
-"""Every way to measure a limit that is there."""
+"""Ways to measure a limit on any machine."""
+KERNEL_PROBES = (
+    Probe(BANDWIDTH, "a vector times packed weights, by kvlab's kernel", _kernel_vector_matrix),
+    Probe("float32_flops", "kvlab's kernel", _kernel_product("float32")),
+    Probe("flops", "kvlab's kernel", _kernel_product("bfloat16")),
+)
+"""More of them where kvlab's kernel for CPU serves."""
+
+
+def probes() -> tuple[Probe, ...]:
+    """Every way to measure a limit that this machine has."""
+    return (*PROBES, *KERNEL_PROBES) if best_implementation() == "cpu" else PROBES
 
 
 def measure(probe: Probe, memory: float, repeats: int) -> tuple[list[float], int]:

@@ -18,11 +18,11 @@ from kvlab.research.linear_times import read_linear_times
 from kvlab.research.machine import (
     BANDWIDTH,
     NAME,
-    PROBES,
     Probe,
     machine,
     measure,
     memory_bytes,
+    probes,
 )
 from kvlab.research.operators import Operator
 from kvlab.research.phase_timing import PhaseTimer, Timed, timed_in_turns
@@ -212,7 +212,7 @@ def _limits(study: RooflineStudy, turn: int) -> list[_Group]:
         return _Group((config,), measured)
 
     used = (BANDWIDTH, PEAKS[study.dtype])
-    return [group(probe) for probe in PROBES if turn == 0 or probe.limit in used]
+    return [group(probe) for probe in probes() if turn == 0 or probe.limit in used]
 
 
 def _phases(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kvlab.research.machine import PROBES
 from kvlab.research.results import read_manifest, read_rows
 
 SMALL = (
@@ -141,6 +142,7 @@ def test_a_product_that_the_backend_cannot_do_fails_alone(kvlab, tmp_path, monke
 def test_phases_are_rated_by_the_best_limits_of_the_whole_run(kvlab, tmp_path, monkeypatch):
     from kvlab.research import roofline_run
 
+    monkeypatch.setattr(roofline_run, "probes", lambda: PROBES)  # with and without a compiler
     rates = iter([1e9] * 7 + [4e9] * 8)
     monkeypatch.setattr(roofline_run, "measure", lambda *_: ([next(rates)] * 9, 1))
     small = [*SMALL, "--prompt_tokens=5", "--attention=gqa", f"--out={tmp_path}/run"]

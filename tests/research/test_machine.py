@@ -4,10 +4,20 @@ import jax
 import numpy as np
 import pytest
 
-from kvlab.research.machine import LIMITS, NAME, PROBES, Probe, Work, machine, measure, memory_bytes
+from kvlab.research.machine import (
+    LIMITS,
+    NAME,
+    PROBES,
+    Probe,
+    Work,
+    machine,
+    measure,
+    memory_bytes,
+    probes,
+)
 
-READS = [probe for probe in PROBES if probe.limit == "bandwidth"]
-PRODUCTS = [probe for probe in PROBES if probe.limit != "bandwidth"]
+READS = [probe for probe in probes() if probe.limit == "bandwidth"]
+PRODUCTS = [probe for probe in probes() if probe.limit != "bandwidth"]
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +29,9 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("probe", READS, ids=lambda probe: probe.by)
 def test_a_read_takes_every_number_of_an_array_that_fits(probe):
-    work = probe.prepare(16 * 7 * 4096.0)  # a sixteenth of the memory: 7 columns of 1,024
-    assert work.amount == work.size == 7 * 4096
-    assert float(np.sum(work.run())) == 7 * 1024
+    work = probe.prepare(16 * 112 * 4096.0)  # a sixteenth of it: 112 columns of 1,024, 7 panels
+    assert work.amount == work.size == 112 * 4096
+    assert float(np.sum(work.run())) == 112 * 1024
 
 
 @pytest.mark.parametrize("probe", PRODUCTS, ids=lambda probe: f"{probe.limit} {probe.by}")
@@ -31,7 +41,8 @@ def test_a_product_has_as_many_operations_as_it_says(probe):
     assert product.shape == (256, 256)
     assert (product == 256).all()
     assert work.amount == 2 * 256**3
-    assert product.dtype == (np.int32 if probe.limit == "int8_flops" else np.float32)
+    if probe in PROBES:
+        assert product.dtype == (np.int32 if probe.limit == "int8_flops" else np.float32)
 
 
 def test_products_grow_until_one_takes_long_enough_or_memory_ends(monkeypatch):
@@ -66,7 +77,15 @@ def test_the_machine_has_the_fastest_of_each_limit():
 
 def test_every_limit_has_a_probe_and_a_name_of_its_own():
     assert {probe.limit for probe in PROBES} == LIMITS.keys()
-    assert len({(probe.limit, probe.by) for probe in PROBES}) == len(PROBES)
+    assert len({(probe.limit, probe.by) for probe in probes()}) == len(probes())
+
+
+def test_the_kernel_is_measured_where_it_serves(monkeypatch):
+    monkeypatch.setattr("kvlab.research.machine.best_implementation", lambda: "xla")
+    assert probes() == PROBES
+    monkeypatch.setattr("kvlab.research.machine.best_implementation", lambda: "cpu")
+    added = [probe for probe in probes() if probe not in PROBES]
+    assert [probe.limit for probe in added] == ["bandwidth", "float32_flops", "flops"]
 
 
 def test_memory_is_what_programs_get(monkeypatch, tmp_path):
