@@ -14,16 +14,14 @@ from kvlab.experiments.flags import Flag, choice, comma_list, command_flags, who
 from kvlab.experiments.main import execute
 from kvlab.experiments.run_folder import run_in_folder
 
-_SYSTEMS = ("kvlab", "transformers", "llama.cpp")
+_SYSTEMS = ("kvlab", "kvlab-f32", "transformers", "llama.cpp", "llama.cpp-noflash")
 _PRECISIONS = ("float32", "bfloat16", "int8")
 
 FLAGS = command_flags(
     "model",
     "seed",
     out="the run folder; runs/NAME-HASH if not given",
-    peer=Flag(
-        comma_list(choice(*_SYSTEMS)), "NAME,...", "of kvlab, transformers and llama.cpp", _SYSTEMS
-    ),
+    peer=Flag(comma_list(choice(*_SYSTEMS)), "NAME,...", f"of {', '.join(_SYSTEMS)}", _SYSTEMS),
     precision=Flag(
         comma_list(choice(*_PRECISIONS)),
         "NAME,...",

@@ -23,6 +23,10 @@ _TERMS = {
     "itself; where the two best logits lie within 0.001 either will do.",
     "KL": "fewer bits: from kvlab's float32 predictions on one text to the system's, in nats a "
     "token.",
+    "kvlab-f32": "kvlab with bfloat16 weights, computing in float32 as llama.cpp does.",
+    "llama.cpp-noflash": "llama.cpp without flash attention, which on CPU computes in less than "
+    "float32.",
+    "beside": "which of kvlab's rows the ratios are of: the first whose predictions count.",
     "counts": "float32: all greedy tokens are the same. Fewer bits: kvlab's KL is at most 1.5 "
     "times the peer's.",
 }
@@ -74,16 +78,24 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     return groups
 
 
-def _kvlab(group: Sequence[Row]) -> Row | None:
-    found = (row for row in group if row["config"]["system"] == "kvlab" and row["status"] == "ok")
-    return next(found, None)
+def _beside(peer: Row, group: Sequence[Row]) -> Row | None:
+    """The row of kvlab's that a peer's is held against: the first that counts, or the first."""
+    if _is_ours(peer) or peer["status"] != "ok":
+        return None
+    ours = [row for row in group if _is_ours(row) and row["status"] == "ok"]
+    return next((row for row in ours if counts(row, peer)), ours[0] if ours else None)
+
+
+def _is_ours(row: Row) -> bool:
+    name: str = row["config"]["system"]
+    return name.startswith("kvlab")
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
     cells = []
     for (precision, batch), group in _groups(rows).items():
-        ours = _kvlab(group)
         for row in group:
+            ours = _beside(row, group)
             metrics, name = row["metrics"], row["config"]["system"]
             shown = {"weights": precision, "batch": str(batch), "system": name}
             for metric, (heading, show) in _QUALITY.items():
@@ -94,9 +106,10 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
                     low, high = min(row["repeats"][metric]), max(row["repeats"][metric])
                     middle = significant(metrics[metric])
                     shown[f"{heading} tok/s"] = f"{middle} ({significant(low)}-{significant(high)})"
-                if ours is not None and row is not ours and row["status"] == "ok":
+                if ours is not None:
                     shown[f"kvlab is, {heading}"] = f"x{ratio(ours, row, metric):.2f}"
-            if ours is not None and row is not ours and row["status"] == "ok":
+            if ours is not None:
+                shown["beside"] = ours["config"]["system"]
                 shown["counts"] = "yes" if counts(ours, row) else "no"
             if row["status"] != "ok":
                 shown["counts"] = "no figure"
@@ -104,25 +117,26 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
     columns = ["weights", "batch", "system"]
     columns += [heading for heading, _ in _QUALITY.values() if any(heading in one for one in cells)]
     columns += [f"{phase} tok/s" for phase in _PHASES.values()]
-    columns += [f"kvlab is, {phase}" for phase in _PHASES.values()] + ["counts"]
+    columns += [f"kvlab is, {phase}" for phase in _PHASES.values()] + ["beside", "counts"]
     return [Table("Side by side", tuple(columns), tuple(cells))] if cells else []
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
     found = []
     for (precision, batch), group in _groups(rows).items():
-        ours = _kvlab(group)
         for row in group:
+            ours = _beside(row, group)
             name = row["config"]["system"]
             where = f"{precision} weights, batch {batch}"
             if row["status"] != "ok":
                 found.append(f"{where}: {name} has no figure: {row.get('error', 'it failed')}.")
-            elif ours is not None and row is not ours:
+            elif ours is not None:
                 parts = [
                     f"{phase} x{ratio(ours, row, metric):.2f}" for metric, phase in _PHASES.items()
                 ]
                 doubt = "" if counts(ours, row) else " (does not count: the predictions differ)"
-                found.append(f"{where}: kvlab is {', '.join(parts)} of {name}{doubt}.")
+                ourselves = ours["config"]["system"]
+                found.append(f"{where}: {ourselves} is {', '.join(parts)} of {name}{doubt}.")
     return found
 
 

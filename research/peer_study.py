@@ -27,10 +27,10 @@ from kvlab.research.progress import progress
 from kvlab.research.results import RunFolder
 from kvlab.research.rows import Row, make_row, timestamp
 
-SYSTEMS = ("kvlab", "transformers", "llama.cpp")
+SYSTEMS = ("kvlab", "kvlab-f32", "transformers", "llama.cpp", "llama.cpp-noflash")
 PRECISIONS = ("float32", "bfloat16", "int8")
-# transformers has no products of int8 weights on a CPU.
-_PRECISIONS_OF = {"transformers": ("float32", "bfloat16")}
+# transformers has no products of int8 weights on a CPU; kvlab computes in float32 beside the others.
+_PRECISIONS_OF = {"transformers": ("float32", "bfloat16"), "kvlab-f32": ("bfloat16",)}
 TIE = 1e-3  # logits closer than this are one
 _WORKER = "kvlab.experiments.peer_systems.worker"
 
@@ -256,7 +256,7 @@ class _Prepared:
         study = self.study
         process.ask(
             "open",
-            model=str(self.model("float32" if process.system == "kvlab" else precision)),
+            model=str(self.model("float32" if process.system.startswith("kvlab") else precision)),
             precision=precision,
             batch=batch,
             max_length=max(study.prompt_tokens + study.new_tokens, study.text_tokens),

@@ -14,12 +14,13 @@ _ROWS, _CHUNK = 2, 256  # of a prefill call: 512 tokens, as llama.cpp takes at o
 
 
 class KvlabSystem:
-    """See `System`."""
+    """See `System`; computes in bfloat16 beside bfloat16 weights, else in float32."""
+
+    _bfloat16 = "bfloat16"
 
     def __init__(self, setting: Setting) -> None:
         """See `System`; XLA takes its threads from the affinity of the process."""
-        # Numbers between weights stay float32 where the weights are int8.
-        dtype = "bfloat16" if setting.precision == "bfloat16" else "float32"
+        dtype = self._bfloat16 if setting.precision == "bfloat16" else "float32"
         model = load_model(str(setting.model), dtype=dtype)
         chunk = min(_CHUNK, setting.max_length)
         config = InferenceConfig(
@@ -61,3 +62,9 @@ class KvlabSystem:
         session.release()
         hidden = session.prefill({0: ids})[0]
         return log_softmax(np.asarray(inference.head(session.params, session.config.model, hidden)))
+
+
+class KvlabFloat32System(KvlabSystem):
+    """Computes in float32 whatever the weights are."""
+
+    _bfloat16 = "float32"

@@ -12,7 +12,13 @@ _BATCH, _MICRO_BATCH = 2048, 512  # llama.cpp's own defaults
 
 
 class LlamaCppSystem:
-    """See `System`; keys and values in float32 beside float32 weights, else float16."""
+    """See `System`; keys and values in float32 beside float32 weights, else float16.
+
+    Flash attention is on where llama.cpp chooses it itself, as everywhere by default. On CPU it
+    computes in less than float32, whatever keys and values are stored in.
+    """
+
+    _flash_attention = "AUTO"
 
     def __init__(self, setting: Setting) -> None:
         """See `System`."""
@@ -34,6 +40,8 @@ class LlamaCppSystem:
         context.n_threads = context.n_threads_batch = setting.threads
         kind = "F32" if setting.precision == "float32" else "F16"
         context.type_k = context.type_v = getattr(llama_cpp, f"GGML_TYPE_{kind}")
+        flash = f"LLAMA_FLASH_ATTN_TYPE_{self._flash_attention}"
+        context.flash_attn_type = getattr(llama_cpp, flash)
         self._context = llama_cpp.llama_init_from_model(model, context)
         if not self._context:
             raise ValueError(f"llama.cpp has no memory for {setting.batch} sequences")
@@ -113,3 +121,9 @@ class LlamaCppSystem:
             llama_cpp.llama_get_logits_ith(self._context, int(i)) for i in np.flatnonzero(wanted)
         ]
         return np.stack([np.ctypeslib.as_array(one, (self._vocab_size,)) for one in pointers])
+
+
+class LlamaCppNoFlashSystem(LlamaCppSystem):
+    """Without flash attention: float32 throughout where weights are."""
+
+    _flash_attention = "DISABLED"

@@ -19,8 +19,10 @@ from kvlab.experiments.peer_systems.system import Setting, System
 
 SYSTEMS = {
     "kvlab": "kvlab_system:KvlabSystem",
+    "kvlab-f32": "kvlab_system:KvlabFloat32System",
     "transformers": "transformers_system:TransformersSystem",
     "llama.cpp": "llama_cpp_system:LlamaCppSystem",
+    "llama.cpp-noflash": "llama_cpp_system:LlamaCppNoFlashSystem",
 }
 
 

@@ -39,6 +39,7 @@ constexpr int kTileRows = 6;
 constexpr int kItemPanels = 2;
 constexpr int kFewRows = 3;   // are a tile with more panels, or sums would wait for one another
 constexpr int kFewRowsPanels = 4;
+static_assert(kFewRowsPanels != kItemPanels);
 constexpr int64_t kItemTiles = 10;
 constexpr int64_t kBlock = 256;             // most k of one chain
 constexpr int64_t kSerialPack = 1 << 15;    // fewer numbers are not worth waking threads

@@ -17,7 +17,7 @@ namespace kvlab {
 
 constexpr int64_t kGroup = 32;          // values along k that share a scale
 constexpr int64_t kScalesAhead = 4;         // panels
-constexpr int64_t kPrefetchBytes = 4096;  // how far ahead of its reads a panel is fetched
+constexpr int64_t kPrefetchBytes = 2048;  // how far ahead of its reads a panel is fetched
 
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 typedef uint32_t UInts __attribute__((vector_size(kVectorBytes)));

@@ -5,7 +5,11 @@ import pytest
 from kvlab.research.peer_report import counts, present_peers, ratio
 from kvlab.research.rows import make_row
 
-SPEEDS = {"kvlab": [10.0, 30.0, 20.0], "llama.cpp": [5.0, 10.0, 40.0]}
+SPEEDS = {
+    "kvlab": [10.0, 30.0, 20.0],
+    "kvlab-f32": [5.0, 10.0, 20.0],
+    "llama.cpp": [5.0, 10.0, 40.0],
+}
 
 
 def row(system, precision="float32", error=None, **metrics):
@@ -43,6 +47,18 @@ def test_fewer_bits_count_up_to_one_and_a_half_times_the_peers_divergence(ours, 
 def test_what_was_not_compared_does_not_count():
     assert not counts(row("kvlab"), row("llama.cpp"))
     assert not counts(row("kvlab", "int8"), row("llama.cpp", "int8", kl_vs_float32=0.01))
+
+
+def test_a_peer_is_held_against_the_first_of_ours_that_counts():
+    ours = [
+        row("kvlab", "bfloat16", kl_vs_float32=1e-3),
+        row("kvlab-f32", "bfloat16", kl_vs_float32=1e-4),
+    ]
+    shown = present_peers([*ours, row("llama.cpp", "bfloat16", kl_vs_float32=1e-4)])
+    assert shown.findings == [
+        "bfloat16 weights, batch 8: kvlab-f32 is prefill x1.00, decode x1.00 of llama.cpp."
+    ]
+    assert shown.tables[0].rows[-1]["beside"] == "kvlab-f32"
 
 
 def test_wins_losses_and_absences_are_all_said():
