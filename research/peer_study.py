@@ -29,7 +29,7 @@ from kvlab.research.rows import Row, make_row, timestamp
 
 SYSTEMS = ("kvlab", "kvlab-f32", "transformers", "llama.cpp", "llama.cpp-noflash")
 PRECISIONS = ("float32", "bfloat16", "int8")
-# transformers has no products of int8 weights on a CPU; kvlab computes in float32 beside the others.
+# transformers has no products of int8 weights on a CPU; kvlab computes in float32 there anyway.
 _PRECISIONS_OF = {"transformers": ("float32", "bfloat16"), "kvlab-f32": ("bfloat16",)}
 TIE = 1e-3  # logits closer than this are one
 _WORKER = "kvlab.experiments.peer_systems.worker"
