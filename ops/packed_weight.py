@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvlab.ops.cpu_kernels import library
+from kvlab.ops.cpu_kernels import huge_pages, library
 
 QUANTISED = ("int8", "int4")
 FORMATS = ("float32", "bfloat16", *QUANTISED)
@@ -112,6 +112,8 @@ def pack(
         panels = np.ascontiguousarray(pairs.transpose(0, 1, 3, 2))
     else:
         panels = _panels(np.asarray(weight, np.float32), lanes, 1)
+    if implementation == "cpu":
+        panels, scales = huge_pages.placed(panels), huge_pages.placed(scales)
     on_device, scales_on_device = jax.device_put((panels, scales))
     shape = (length, count)
     return PackedWeight(on_device, scales_on_device, shape, weight_format, implementation)
