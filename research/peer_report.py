@@ -145,24 +145,22 @@ def _pictures(rows: Sequence[Row]) -> list[Picture]:
     systems = list(dict.fromkeys(row["config"]["system"] for row in done))
     pictures = []
     for precision in dict.fromkeys(row["config"]["precision"] for row in done):
-        groups = [
-            [
-                BarPanel(
-                    f"{phase}, {precision} weights, batch {batch}",
-                    "tokens a second",
-                    tuple(_bar(row, metric, systems) for row in group if row["status"] == "ok"),
-                )
-                for (kind, batch), group in _groups(done).items()
-                if kind == precision
-            ]
+        panels = [
+            BarPanel(
+                f"{phase}, {precision} weights, batch {batch}",
+                "tokens a second",
+                tuple(_bar(row, metric, systems) for row in group),
+            )
             for metric, phase in _PHASES.items()
+            for (kind, batch), group in _groups(done).items()
+            if kind == precision
         ]
         caption = (
-            "Longer is better; the line at the end of a bar spans the repeats. Each phase has an "
-            "axis of its own."
+            "Longer is better; the line at the end of a bar spans the repeats. Each phase and "
+            "batch has an axis of its own."
         )
         title = f"Tokens a second, {precision} weights"
-        image = draw_bars(groups, systems)
+        image = draw_bars([[panel] for panel in panels], systems)
         pictures.append(Picture(f"peers_{precision}.png", title, caption, image))
     return pictures
 
