@@ -1,4 +1,4 @@
-// Work shared among the threads of XLA's pool.
+// Work shared among the threads of a pool, XLA's (xla::ffi::ThreadPool) as a rule.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,6 @@
 #include <memory>
 #include <thread>
 #include <utility>
-
-#include "xla/ffi/api/ffi.h"
 
 namespace kvlab {
 
@@ -47,8 +45,8 @@ class Job {
 class Lounge {
  public:
   static Lounge& Get() {
-    static Lounge lounge;
-    return lounge;
+    static Lounge* const lounge = new Lounge;  // for ever: threads outlive static objects
+    return *lounge;
   }
 
   // Gives a job to one waiting thread; false when none waits.
@@ -116,8 +114,8 @@ class Lounge {
 // runs of neighbours, half of an equal share of what is left, so that what body(i) fetches ahead for
 // i + 1 serves. Which thread runs what is open, so a body's result must depend on i alone. The caller takes part and waits
 // only for what was begun: a busy pool, or none, makes it slower and never stuck.
-template <typename Body>
-void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, Body body) {
+template <typename Pool, typename Body>
+void ParallelFor(Pool& pool, int64_t count, Body body) {
   struct Shared final : Job {
     Shared(int64_t threads, int64_t count, Body body)
         : threads(threads), count(count), body(std::move(body)) {}
