@@ -13,15 +13,16 @@ from kvlab.models.checkpoints.hf_fields import Fields
 from kvlab.models.checkpoints.hf_rope import LAYER_TYPES, read_rope
 from kvlab.models.config import DecoderConfig, LayerNorm, RMSNorm
 
-_ACTIVATIONS = {
-    "silu": "silu",
+ACTIVATIONS = {
     "swish": "silu",
+    "silu": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+"""Names in config.json to those of `DecoderConfig`; of several, the last is the one to write."""
 
 
 def config_from_huggingface(mapping: Mapping[str, Any]) -> DecoderConfig:
@@ -208,11 +209,11 @@ def _divided(name: str, size: int, heads_name: str, num_heads: int) -> int:
 
 def _activation(fields: Fields, name: str) -> str:
     activation = fields.text(name)
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         raise CheckpointError(
-            f"{name}={activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+            f"{name}={activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
         )
-    return _ACTIVATIONS[activation]
+    return ACTIVATIONS[activation]
 
 
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...] | None:

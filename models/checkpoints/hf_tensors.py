@@ -92,6 +92,20 @@ class Tensor:
             for name, part in zip(self.parameters, parts, strict=True)
         }
 
+    def join(self, flat: Mapping[str, jax.Array], dtype: np.dtype) -> np.ndarray:
+        """Turns parameters into the array in the file: what `split` undoes.
+
+        Args:
+          flat: parameters by flat name.
+          dtype: of the file.
+
+        Returns:
+          [*shape] in `dtype`.
+        """
+        parts = [np.asarray(flat[name]).astype(dtype) for name in self.parameters]
+        array = np.concatenate(parts, axis=-1)
+        return np.ascontiguousarray(array.T if self.transposed else array)
+
 
 def tensors(config: DecoderConfig) -> list[Tensor]:
     """Every tensor that a folder of this config must hold."""
@@ -136,6 +150,13 @@ def _tensor(
 def without_prefix(name: str) -> str:
     """A tensor's name as `Tensor.name` has it."""
     return _PREFIXES.sub("", name)
+
+
+def with_prefix(name: str, config: DecoderConfig) -> str:
+    """A tensor's name in the files of the model with its head, given `Tensor.name`."""
+    if name == "lm_head.weight":
+        return name
+    return f"{'transformer' if config.family == 'gpt2' else 'model'}.{name}"
 
 
 def is_buffer(name: str) -> bool:

@@ -5,7 +5,9 @@ Families differ in how text is cut before merging; the cut is named as GGUF file
 (`tokenizer.ggml.pre`).
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -35,6 +37,8 @@ PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
     "deepseek-r1-qwen": _QWEN2,
 }
 """Regular expressions by name; each in turn cuts the pieces that the one before left."""
+
+_SPELLINGS = {"(?i:'s|'t|'re|'ve|'m|'ll|'d)": _CONTRACTION}
 
 WHOLE_PIECES_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3"})
 """Cuts whose words, where the vocabulary holds them whole, are not built by merging.
@@ -95,3 +99,35 @@ def build_byte_level(
     for token in added:
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
     return tokenizer
+
+
+def name_of_cut(pre_tokenizer: Mapping[str, Any] | None) -> str:
+    """Finds the name of the cut that a `tokenizer.json` spells out.
+
+    Args:
+      pre_tokenizer: Its `pre_tokenizer`.
+
+    Returns:
+      A key of `PRE_TOKENIZERS`.
+
+    Raises:
+      ValueError: A cut that has no name there.
+    """
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if pre_tokenizer else []
+    cuts: list[str | None] = []
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
+                cuts += [_GPT2] if use_regex else []
+            case {"type": "Digits", "individual_digits": True}:
+                cuts.append(r"\p{N}")
+            case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"}:
+                for spelled, ours in _SPELLINGS.items():
+                    regex = regex.replace(spelled, ours)
+                cuts.append(regex)
+            case _:
+                cuts.append(None)
+    for name, known in PRE_TOKENIZERS.items():
+        if list(known) == cuts:
+            return name
+    raise ValueError(f"no name is known for its pre-tokenizer {json.dumps(pre_tokenizer)[:200]}")

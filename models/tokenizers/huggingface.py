@@ -90,6 +90,15 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._vocab_size
 
     @property
+    def is_byte_level(self) -> bool:
+        """Whether pieces are spelled in the byte alphabet, not with U+2581 for spaces."""
+        return self._byte_level
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the content of a `tokenizer.json`."""
+        return json.loads(self._tokenizer.to_str())
+
+    @property
     def starts_with(self) -> int | None:
         """The token that the file's post-processor puts before a text, or None."""
         with_special = self._tokenizer.encode("a", add_special_tokens=True).ids

@@ -13,8 +13,19 @@ from collections.abc import Iterable, Iterator
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 _ONE_BYTE = 0x7F
-_TRAINER, _NORMALIZER, _DENORMALIZER = 2, 3, 5
+_PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
 _BPE = 2
+_SETTINGS = {
+    (_TRAINER, 3): "bpe",
+    (_TRAINER, 24): "whitespace_is_suffix",
+    (_TRAINER, 35): "byte_fallback",
+    (_TRAINER, 44): "unk_surface",
+    (_NORMALIZER, 2): "normalizes",
+    (_NORMALIZER, 3): "add_dummy_prefix",
+    (_NORMALIZER, 4): "remove_extra_whitespaces",
+    (_NORMALIZER, 5): "escape_whitespaces",
+    (_DENORMALIZER, 2): "denormalizes",
+}
 
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 """Appended to a model it sets `normalizer_spec.add_dummy_prefix` to false: later fields win."""
@@ -42,6 +53,9 @@ class ModelSettings:
       whitespace_is_suffix: A word's space stands at its end.
       denormalizes: The model rewrites text after decoding.
       unk_surface: The text of an unknown piece.
+      bpe: Pieces are built by merging; otherwise the model is a unigram one, or of words.
+      byte_fallback: Characters outside the vocabulary are spelled in bytes.
+      normalizes: The model rewrites text before encoding.
     """
 
     add_dummy_prefix: bool = True
@@ -50,6 +64,9 @@ class ModelSettings:
     whitespace_is_suffix: bool = False
     denormalizes: bool = False
     unk_surface: str = " \u2047 "
+    bpe: bool = False
+    byte_fallback: bool = False
+    normalizes: bool = False
 
 
 def read_settings(model: bytes) -> ModelSettings:
@@ -66,26 +83,46 @@ def read_settings(model: bytes) -> ModelSettings:
     """
     changed: dict[str, bool | str] = {}
     for number, value in _fields(model):
-        if number in (_TRAINER, _NORMALIZER, _DENORMALIZER) and not isinstance(value, bytes):
+        if number not in (_TRAINER, _NORMALIZER, _DENORMALIZER):
+            continue
+        if not isinstance(value, bytes):
             raise ValueError("not a SentencePiece model: a settings field is not a message")
-        if number == _TRAINER and isinstance(value, bytes):
-            for inner, setting in _fields(value):
-                if inner == 24:
-                    changed["whitespace_is_suffix"] = bool(setting)
-                elif inner == 44 and isinstance(setting, bytes):
-                    changed["unk_surface"] = setting.decode()
-        elif number == _NORMALIZER and isinstance(value, bytes):
-            flags = {
-                3: "add_dummy_prefix",
-                4: "remove_extra_whitespaces",
-                5: "escape_whitespaces",
-            }
-            for inner, setting in _fields(value):
-                if inner in flags:
-                    changed[flags[inner]] = bool(setting)
-        elif number == _DENORMALIZER and isinstance(value, bytes):
-            changed["denormalizes"] = any(inner == 2 and s for inner, s in _fields(value))
+        for inner, setting in _fields(value):
+            name = _SETTINGS.get((number, inner))
+            if name == "bpe":
+                changed[name] = setting == _BPE
+            elif name == "unk_surface" and isinstance(setting, bytes):
+                changed[name] = setting.decode()
+            elif name is not None:
+                changed[name] = bool(setting)
     return dataclasses.replace(ModelSettings(), **changed)  # type: ignore[arg-type]
+
+
+def read_pieces(model: bytes) -> list[tuple[str, float, PieceType]]:
+    """Reads the vocabulary of a model file.
+
+    Args:
+      model: The file's bytes.
+
+    Returns:
+      Spelling, score and kind of every piece, in id order.
+
+    Raises:
+      ValueError: The bytes are not a protocol buffer of this kind.
+    """
+    pieces = []
+    for number, value in _fields(model):
+        if number == _PIECE and isinstance(value, bytes):
+            text, score, kind = b"", b"\0\0\0\0", int(PieceType.NORMAL)
+            for inner, field in _fields(value):
+                if inner == 1 and isinstance(field, bytes):
+                    text = field
+                elif inner == 2 and isinstance(field, bytes):
+                    score = field
+                elif inner == 3 and isinstance(field, int):
+                    kind = field
+            pieces.append((text.decode(), struct.unpack("<f", score)[0], PieceType(kind)))
+    return pieces
 
 
 def write_bpe_model(

@@ -28,7 +28,13 @@ from kvlab.models.tokenizers.base import (
     encode_around_space_symbol,
     end_ids,
 )
-from kvlab.models.tokenizers.sentencepiece_proto import NO_DUMMY_PREFIX, read_settings
+from kvlab.models.tokenizers.sentencepiece_proto import (
+    NO_DUMMY_PREFIX,
+    ModelSettings,
+    PieceType,
+    read_pieces,
+    read_settings,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +103,28 @@ class SentencePieceTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included."""
         return self._vocab_size
+
+    @property
+    def model(self) -> bytes:
+        """The bytes of the `.model` file, without tokens that were added after training."""
+        return self._model
+
+    @property
+    def settings(self) -> ModelSettings:
+        """What the model file says beside its pieces."""
+        return self._settings
+
+    def pieces(self) -> list[tuple[str, float, PieceType]]:
+        """Returns spelling, score and kind of every id, added tokens included."""
+        pieces = read_pieces(self._model)
+        for token_id in range(len(pieces), self._vocab_size):
+            pieces.append((self.id_to_piece(token_id), 0.0, PieceType.UNUSED))
+        for token_id, token in self._added.items():
+            _, score, kind = pieces[token_id]
+            if kind in (PieceType.NORMAL, PieceType.UNUSED):
+                kind = PieceType.CONTROL if token.special else PieceType.USER_DEFINED
+            pieces[token_id] = (token.piece, score, kind)
+        return pieces
 
     def id_to_piece(self, token_id: int) -> str:
         """Returns the piece, with U+2581 for a space."""

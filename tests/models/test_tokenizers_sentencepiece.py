@@ -108,7 +108,7 @@ def test_added_tokens_lie_beside_the_trained_ones():
 
 def test_settings_are_read_back():
     assert read_settings(model()) == ModelSettings(
-        add_dummy_prefix=True, remove_extra_whitespaces=False
+        add_dummy_prefix=True, remove_extra_whitespaces=False, bpe=True, byte_fallback=True
     )
     assert not read_settings(model() + NO_DUMMY_PREFIX).add_dummy_prefix
     assert read_settings(b"") == ModelSettings()
