@@ -271,7 +271,7 @@ def command_flags(
     """The flags of one command, apart from those of any other.
 
     Args:
-      *names: shared flags that it takes.
+      *names: shared flags that it takes, or single axes.
       axes: ONE adds the axis flags for one point, with its defaults; MANY adds them as comma lists
         that are None until given. A command has one implementation either way.
       **own: flags of the command's own, or a shared one with this help text.
@@ -279,7 +279,7 @@ def command_flags(
     Returns:
       The flags; `--help` and `--debug` are among them.
     """
-    chosen = {name: _SHARED[name] for name in names}
+    chosen = {name: (_AXES | _SHARED)[name] for name in names}
     for name, flag in own.items():
         known = flag if isinstance(flag, Flag) else dataclasses.replace(_SHARED[name], help=flag)
         chosen[name] = known

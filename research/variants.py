@@ -99,34 +99,42 @@ def own_attention(config: DecoderConfig) -> str:
 
 
 def apply_attention(
-    config: DecoderConfig, params: dict, attention: str | tuple[str, ...]
+    config: DecoderConfig,
+    params: dict,
+    attention: str | tuple[str, ...],
+    pooling: str = "mean",
+    seed: int = 0,
 ) -> tuple[DecoderConfig, dict]:
     """Gives a model another attention variant.
 
     `mha` repeats KV heads and computes the same function; `mqa`, and `gqa:K` with a smaller K,
-    average groups of KV heads, which loses quality until the model is trained further.
-    Source: GQA (arXiv 2305.13245), section 2.1.
+    make one KV head of each group, which loses quality until the model is trained further.
+    Source: GQA (arXiv 2305.13245), section 2.1 and, for the ways to pool, Fig. 4.
 
     Args:
       config: the model.
       params: its parameters.
       attention: a name that `parse_attention` takes, or one per layer.
+      pooling: how a group becomes one head: `mean`, `first` or `random` (drawn anew).
+      seed: of the draws of `random`.
 
     Returns:
       The config and the parameters of the variant; those given where nothing changes.
 
     Raises:
-      ValueError: as `kv_heads`.
+      ValueError: as `kv_heads`; or an unknown pooling.
     """
     wanted = kv_heads(config, attention)
     if wanted == config.kv_heads:
         return config, params
-    return convert_attention(config, params, wanted, "mean")
+    return convert_attention(config, params, wanted, pooling, seed)
 
 
-def with_attention(model: Model, attention: str | None) -> Model:
+def with_attention(
+    model: Model, attention: str | None, pooling: str = "mean", seed: int = 0
+) -> Model:
     """The model with another attention variant (`apply_attention`); None leaves it as it is."""
     if attention is None:
         return model
-    config, params = apply_attention(model.config, model.params, attention)
+    config, params = apply_attention(model.config, model.params, attention, pooling, seed)
     return dataclasses.replace(model, config=config, params=params)
