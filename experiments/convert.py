@@ -15,6 +15,7 @@ from kvlab.experiments import flags
 from kvlab.experiments.flags import Flag, choice, command_flags
 from kvlab.experiments.main import execute
 
+# As `kvlab.models` has them; importing that would make --help wait for JAX.
 _FORMATS = ("kvlab", "huggingface", "gguf")
 _POOLINGS = ("mean", "first", "random")
 
@@ -45,6 +46,7 @@ def main(argv: list[str]) -> None:
     from kvlab.models.export import export_model
     from kvlab.models.load import load_model
     from kvlab.models.presets import parameter_count
+    from kvlab.models.tokenizers import ByteTokenizer
     from kvlab.research.variants import with_attention
 
     if FLAGS.format == "gguf" and not FLAGS.out.endswith(".gguf"):
@@ -55,9 +57,12 @@ def main(argv: list[str]) -> None:
     export_model(FLAGS.out, model, FLAGS.format, dtype=FLAGS.dtype, overwrite=FLAGS.overwrite)
     config = model.config
     heads = ", ".join(str(count) for count in dict.fromkeys(config.kv_heads))
+    # The tokenizer of bytes has no counterpart there.
+    bare = FLAGS.format == "gguf" and isinstance(model.tokenizer, ByteTokenizer)
     print(
         f"{FLAGS.out}: {config.family}, {parameter_count(config):,} parameters in "
         f"{FLAGS.dtype or config.param_dtype}, {heads} KV heads of {config.num_heads}"
+        + (", for token ids: GGUF has no tokenizer of bytes" if bare else "")
     )
 
 

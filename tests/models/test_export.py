@@ -141,17 +141,18 @@ def test_a_scale_that_float32_cannot_store_around_1_is_refused(refused):
     assert with_scale_offset(layered, flat, 1.0) == (layered, flat)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_bfloat16_is_rounded_once(form, tiny, tmp_path):
+def test_a_narrower_type_is_rounded_once(form, dtype, tiny, tmp_path):
     config, params = tiny("llama_biases")
     path = tmp_path / "out.gguf"
-    export_model(path, Model("m", config, params, None, None), form, dtype="bfloat16")
-    came = load_model(str(path), param_dtype="bfloat16")
-    assert came.config == dataclasses.replace(config, param_dtype="bfloat16")
-    assert same(came.params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
+    export_model(path, Model("m", config, params, None, None), form, dtype=dtype)
+    came = load_model(str(path), param_dtype=dtype)
+    assert came.config == dataclasses.replace(config, param_dtype=dtype)
+    assert same(came.params, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
     if form != "kvlab":
         wide = load_model(str(path)).params["layers_0"]["mlp"]["up"]
-        rounded = params["layers_0"]["mlp"]["up"]["weight"].astype(jnp.bfloat16)
+        rounded = params["layers_0"]["mlp"]["up"]["weight"].astype(dtype)
         assert np.array_equal(wide["weight"], rounded.astype(jnp.float32))
 
 

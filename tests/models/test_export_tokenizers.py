@@ -138,6 +138,31 @@ def test_other_spellings_of_a_cut(steps, name):
         name_of_cut({"type": "Sequence", "pretokenizers": [*steps, {"type": "Whitespace"}]})
 
 
+# As the files of Llama 3 and Qwen 2 spell theirs.
+PUBLISHED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(("digits", "name"), [(r"\p{N}{1,3}", "llama-bpe"), (r"\p{N}", "qwen2")])
+def test_published_spellings_of_a_cut(digits, name):
+    regex = {"Regex": PUBLISHED.replace("DIGITS", digits)}
+    split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
+    bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    assert name_of_cut({"type": "Sequence", "pretokenizers": [split, bytes_only]}) == name
+
+
+def test_gpt2s_vocabulary(data_path, tmp_path):
+    tokenizer = load_tokenizer(data_path("tokenizers/gpt2"))
+    for name, content in tokenizer_to_files(tokenizer, 1024).items():
+        (tmp_path / name).write_bytes(content)
+    same_tokenizer(tokenizer, load_tokenizer(tmp_path))
+    keys = tokenizer_to_gguf(tokenizer, 50_257)
+    assert keys["tokenizer.ggml.pre"] == "gpt-2"
+    same_tokenizer(tokenizer, tokenizer_from_metadata(keys, "m"))
+
+
 def test_bytes_are_a_vocabulary_without_merges(tmp_path):
     model = load_model("random:tiny-mqa")
     export_model(tmp_path / "hf", model, "huggingface")
