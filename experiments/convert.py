@@ -49,8 +49,11 @@ def main(argv: list[str]) -> None:
     from kvlab.models.tokenizers import ByteTokenizer
     from kvlab.research.variants import with_attention
 
-    if FLAGS.format == "gguf" and not FLAGS.out.endswith(".gguf"):
-        raise ValueError(f"--out={FLAGS.out} is to be a GGUF file: give it a name in .gguf")
+    if (FLAGS.format == "gguf") != FLAGS.out.endswith(".gguf"):
+        raise ValueError(
+            f"--out={FLAGS.out} does not fit --format={FLAGS.format}: names of GGUF files end in "
+            ".gguf, those of folders do not"
+        )
     check_free(FLAGS.out, FLAGS.overwrite)  # first, so that no work is lost to a wrong path
     loaded = load_model(FLAGS.model)
     model = with_attention(loaded, FLAGS.attention, FLAGS.pooling, FLAGS.seed)

@@ -16,15 +16,11 @@ from kvlab.models.checkpoints.gguf_config import read_config
 from kvlab.models.checkpoints.gguf_export_config import config_to_gguf, gguf_config, rope_divisors
 from kvlab.models.checkpoints.gguf_file import open_gguf
 from kvlab.models.checkpoints.gguf_tensors import ROPE_DIVISORS, place_of
+from kvlab.models.checkpoints.gguf_types import TYPES
 from kvlab.models.checkpoints.tree import flat_shapes, nest
 from kvlab.models.checkpoints.writing import written_whole
 from kvlab.models.config import DecoderConfig
 
-_TYPES = {
-    "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
-    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
-    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-}
 _ALWAYS_WIDE = "position_embd.weight"  # which llama.cpp adds to rows of float32
 _NAMES = {
     str: gguf.GGUFValueType.STRING,
@@ -60,7 +56,7 @@ def save_gguf(
     flat: Any = traverse_util.flatten_dict(params, sep="/")
     nest(flat, config)
     config, flat = with_scale_offset(gguf_config(config), flat, 0.0)
-    kind, file_type = _TYPES[dtype or config.param_dtype]
+    kind, file_type = TYPES[dtype or config.param_dtype]
     keys = {
         "general.name": pathlib.Path(path).stem,
         "general.file_type": int(file_type),

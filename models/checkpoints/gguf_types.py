@@ -5,11 +5,13 @@ import pathlib
 
 import gguf
 
-_TYPES = {
+TYPES = {
     "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "int8": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
 }
+"""How matrices are stored, and what the whole file is then called, by precision."""
 _WRITTEN_BY_THE_LIBRARY = ("GGUF.", "general.architecture")
 _FILE_TYPE = "general.file_type"
 
@@ -22,15 +24,16 @@ def write_gguf_as(
     Args:
       source: a GGUF file.
       target: the file to write; it is there whole or not at all.
-      precision: `float32`, `bfloat16`, or `int8` (llama.cpp's Q8_0: blocks of 32 with a scale).
+      precision: `float32`, `bfloat16`, `float16`, or `int8` (llama.cpp's Q8_0: blocks of 32 with
+        a scale).
 
     Raises:
       ValueError: another precision, or a row that is no whole number of blocks.
       OSError: the file cannot be written.
     """
-    if precision not in _TYPES:
-        raise ValueError(f"precision={precision!r} given; use {', '.join(_TYPES)}")
-    kind, file_type = _TYPES[precision]
+    if precision not in TYPES:
+        raise ValueError(f"precision={precision!r} given; use {', '.join(TYPES)}")
+    kind, file_type = TYPES[precision]
     reader, target = gguf.GGUFReader(os.fspath(source)), pathlib.Path(target)
     partial = target.with_name(target.name + ".partial")
     writer = gguf.GGUFWriter(partial, reader.fields["general.architecture"].contents())

@@ -15,7 +15,7 @@ def same(left, right):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_is_written_is_the_model(form, kvlab, tmp_path):
-    out = tmp_path / "new" / "out.gguf"
+    out = tmp_path / "new" / ("out.gguf" if form == "gguf" else "out")
     shown = kvlab("convert", "--model=random:tiny-gqa", f"--format={form}", f"--out={out}")
     assert (shown.status, shown.err) == (0, "")
     bare = ", for token ids: GGUF has no tokenizer of bytes" if form == "gguf" else ""
@@ -49,7 +49,11 @@ def test_attention_is_pooled_before_it_is_rounded(pooling, kvlab, tmp_path):
     ("arguments", "told"),
     [
         ([], "--out is missing"),
-        (["--out=x", "--format=gguf"], "--out=x is to be a GGUF file: give it a name in .gguf"),
+        (
+            ["--out=x", "--format=gguf"],
+            "--out=x does not fit --format=gguf: names of GGUF files end",
+        ),
+        (["--out=x.gguf"], "--out=x.gguf does not fit --format=kvlab"),
         (["--out=x", "--attention=gqa:4"], "attention=gqa:4 is not possible with 6 query heads"),
         (["--out=x", "--model=absent"], "model 'absent' does not exist"),
         (["--out=x.gguf", "--format=gguf", "--model=random:tiny-window"], "sliding window"),
