@@ -58,6 +58,9 @@ PRESETS = {  # words of what JAX calls a device, in order
 TOLERANCES = {"float32": 2e-5, "bfloat16": 2**-6}  # of the largest output
 
 
+_MOST = 1 << 20  # of any size
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One step of one layer.
@@ -265,6 +268,13 @@ def report(
     return not any("WRONG" in row for row in rows.values())
 
 
+def _whole(written: str) -> int:
+    number = int(written)
+    if not 1 <= number <= _MOST:
+        raise argparse.ArgumentTypeError(f"{written} given; want a whole number, 1 to {_MOST}")
+    return number
+
+
 def arguments() -> argparse.Namespace:
     """The sizes, from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -276,7 +286,7 @@ def arguments() -> argparse.Namespace:
         ("page_size", 16),
         ("rounds", 15),
     ):
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name}", type=_whole, default=value)
     parser.add_argument("--interpret", action="store_true")
     return parser.parse_args()
 

@@ -85,6 +85,7 @@ def main(argv: list[str]) -> int:
     """Runs the study, prints its tables and where the report is."""
     del argv
     from kvlab.models.load import load_model
+    from kvlab.ops.implementations import check_backend
     from kvlab.research.cache_axes import cache_specs
     from kvlab.research.devices import DEVICES
     from kvlab.research.experiment import cross
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> int:
     from kvlab.research.roofline_study import RooflineStudy
     from kvlab.research.variants import own_attention
 
+    check_backend(FLAGS.implementation)  # refused before anything is measured
     axes: dict[str, Any] = {name: FLAGS[name].value for name in CACHE_AXES if FLAGS[name].present}
     caches = tuple(cache_specs(axes))
     model = load_model(FLAGS.model, FLAGS.dtype, FLAGS.dtype)

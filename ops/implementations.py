@@ -50,6 +50,19 @@ def resolve_implementation(name: str | None) -> str:
     return name
 
 
+def check_backend(name: str | None) -> None:
+    """Refuses what can serve nothing here, before anything is begun.
+
+    Raises:
+      ValueError: an unknown name, or a kernel of another backend.
+      UnavailableError: as `resolve_implementation`.
+    """
+    resolved = resolve_implementation(name)
+    reason = jax_kernels.backend_obstacle(resolved) if resolved in jax_kernels.BACKENDS else None
+    if reason is not None:
+        raise ValueError(f"implementation={name!r} cannot serve: {reason}; use 'chunked'")
+
+
 def kernel_pool(
     implementation: str | None, pools: Sequence[Pool | None], dtype: jnp.dtype
 ) -> cpu_kernel.Pool | None:

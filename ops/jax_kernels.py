@@ -74,6 +74,14 @@ class Pages:
     lengths: jax.Array
 
 
+def backend_obstacle(kernel: str) -> str | None:
+    """Why a kernel, one of `BACKENDS`, cannot serve anything here; None where it may."""
+    backend = jax.default_backend()
+    if backend == BACKENDS[kernel] or (_interpreted.get() and kernel in PAGED):
+        return None
+    return f"it needs the {BACKENDS[kernel].upper()} backend, and this is {backend}"
+
+
 def obstacle(
     kernel: str,
     dtype: jnp.dtype,
@@ -92,9 +100,8 @@ def obstacle(
       soft_cap: of the layer's attention.
       page_size: p of bfloat16 pages [K, P, p, H]; None where keys do not lie so.
     """
-    backend = jax.default_backend()
-    if backend != BACKENDS[kernel] and not (_interpreted.get() and kernel in PAGED):
-        return f"it needs the {BACKENDS[kernel].upper()} backend, and this is {backend}"
+    if (reason := backend_obstacle(kernel)) is not None:
+        return reason
     if dtype != jnp.bfloat16:
         return f"it computes in bfloat16, and the queries are {dtype.name}"
     if kernel == "cudnn":

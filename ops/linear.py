@@ -45,6 +45,8 @@ def _packed(
     length, count = weight.shape
     if x.shape[-1] != length:
         raise ValueError(f"x has {x.shape[-1]} values a row, and the packed weight wants {length}")
+    if bias is not None and bias.shape != (count,):
+        raise ValueError(f"a bias {bias.shape} given, and the packed weight has {count} columns")
     if weight.implementation != "cpu" or x.size == 0:
         panels = weight.unpacked()
         out = _contract(x, panels.reshape(-1, length), 1, None)[..., :count]

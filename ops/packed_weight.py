@@ -19,6 +19,8 @@ FORMATS = ("float32", "bfloat16", *QUANTISED)
 GROUP = 32
 _LANES = 16  # where no kernel asks for its own
 _INT8_LARGEST = 127
+_LARGEST_SCALE = float(np.finfo(np.float16).max)
+_LEAST_SCALE = 2.0**-18  # in float16 a number as small is off by 1 % at most
 _INT4_ZERO = 8  # stands for 0; values are -8 to 7
 
 
@@ -92,12 +94,19 @@ def pack(
       implementation: `cpu`, `xla`, or None for the best available.
 
     Raises:
-      ValueError: an unknown format, or a weight to be quantised that is not finite.
+      ValueError: an unknown format or implementation, no matrix, or a weight to be quantised that
+        is not finite, or beyond what float16 scales can say.
       UnavailableError: `cpu` was named and the kernel cannot serve.
     """
     if weight_format not in FORMATS:
         legal = ", ".join(FORMATS)
         raise ValueError(f"weights={weight_format!r} are not known; legal values: {legal}")
+    if implementation not in (None, "cpu", "xla"):
+        raise ValueError(f"implementation={implementation!r} is not known; legal values: cpu, xla")
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        raise ValueError(
+            f"a weight {tuple(weight.shape)} given; want [D_in, D_out], 1 or more each"
+        )
     if implementation is None:
         implementation = best_implementation()
     lanes = library.load().KvlabLanes() if implementation == "cpu" else _LANES
@@ -155,7 +164,7 @@ def _panels(weight: np.ndarray, lanes: int, multiple: int) -> np.ndarray:
 def _int8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Panels [P, J * GROUP, L] float32 to int8 and scales."""
     grouped = _grouped(values)
-    scales = (np.abs(grouped).max(axis=2) / np.float32(_INT8_LARGEST)).astype(np.float16)
+    scales = _as_float16(np.abs(grouped).max(axis=2) / np.float32(_INT8_LARGEST))
     rounded = np.rint(grouped * _inverse(scales)[:, :, None])
     # A scale among the least of float16 may lie well below what its group asks for.
     rounded = rounded.clip(-_INT8_LARGEST, _INT8_LARGEST)
@@ -178,13 +187,28 @@ def _int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         .astype(np.uint8)
         .reshape(values.shape[0], -1, 2, values.shape[2])
     )
-    return pairs[:, :, 0] | pairs[:, :, 1] << 4, fitted.astype(np.float16)
+    return pairs[:, :, 0] | pairs[:, :, 1] << 4, _as_float16(fitted)
 
 
 def _grouped(values: np.ndarray) -> np.ndarray:
     if not np.isfinite(values).all():
         raise ValueError("a weight to be quantised holds NaN or infinity; use weights=float32")
     return values.reshape(values.shape[0], -1, GROUP, values.shape[2])
+
+
+def _as_float16(scales: np.ndarray) -> np.ndarray:
+    """Scales rounded to float16.
+
+    Raises:
+      ValueError: they are too large for it, or all so small that it keeps too few of their bits.
+    """
+    largest = float(np.abs(scales).max())
+    if largest > _LARGEST_SCALE or 0 < largest < _LEAST_SCALE:
+        raise ValueError(
+            f"a weight to be quantised has scales of {largest:.3g} at most, beyond float16 "
+            f"({_LEAST_SCALE:.3g} to {_LARGEST_SCALE:.0f}); use weights=float32 or bfloat16"
+        )
+    return scales.astype(np.float16)
 
 
 def _inverse(scales: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ and bytes over bandwidth, scaled by a single number, tell the time of the produc
 import bisect
 import csv
 import dataclasses
+import io
 import math
 import os
 import statistics
@@ -120,28 +121,39 @@ def read_linear_times(
     wanted = [*columns, *sizes, "num_tokens", "num_tensor_parallel_workers"]
     shares = {count: worker_share(config, count) for count in workers}
     measured = []
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file)
-        missing = [name for name in wanted if name not in (rows.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{os.fspath(path)} lacks the columns {', '.join(missing)}")
-        for row in rows:
-            try:
-                numbers = {name: float(row[name]) for name in wanted}
-            except (TypeError, ValueError):
-                raise ValueError(f"{os.fspath(path)}, line {rows.line_num}: no number") from None
-            other = [name for name, size in sizes.items() if numbers[name] != size]
-            if other:
-                raise ValueError(
-                    f"{os.fspath(path)}, line {rows.line_num}: {other[0]}={row[other[0]]}, and the "
-                    f"config has {sizes[other[0]]}; give the config of the model that was measured"
-                )
-            count = int(numbers["num_tensor_parallel_workers"])
-            if count in shares:
-                seconds = tuple(numbers[name] / 1e3 for name in columns)
-                tokens = int(numbers["num_tokens"])
-                measured.append(MeasuredLayer(shares[count], tokens, count, seconds))
+    rows = csv.DictReader(io.StringIO(_text(path), newline=""))
+    missing = [name for name in wanted if name not in (rows.fieldnames or ())]
+    if missing:
+        raise ValueError(f"{os.fspath(path)} lacks the columns {', '.join(missing)}")
+    for row in rows:
+        try:
+            numbers = {name: float(row[name]) for name in wanted}
+        except (TypeError, ValueError):
+            raise ValueError(f"{os.fspath(path)}, line {rows.line_num}: no number") from None
+        other = [name for name, size in sizes.items() if numbers[name] != size]
+        if other:
+            raise ValueError(
+                f"{os.fspath(path)}, line {rows.line_num}: {other[0]}={row[other[0]]}, and the "
+                f"config has {sizes[other[0]]}; give the config of the model that was measured"
+            )
+        count = int(numbers["num_tensor_parallel_workers"])
+        if count in shares:
+            seconds = tuple(numbers[name] / 1e3 for name in columns)
+            tokens = int(numbers["num_tokens"])
+            measured.append(MeasuredLayer(shares[count], tokens, count, seconds))
     return measured
+
+
+def _text(path: str | os.PathLike[str]) -> str:
+    """A file's text; raises ValueError, with its name, where there is none."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} is no text; a table of numbers is wanted") from error
+    if not text:
+        raise ValueError(f"{os.fspath(path)} is empty; a table of numbers is wanted")
+    return text
 
 
 def kernel_seconds(

@@ -69,6 +69,17 @@ def total(operators: Iterable[Operator], name: str = "total") -> Operator:
     return Operator(name, flops, weights, activations, kv)
 
 
+def added(operators: Sequence[Operator]) -> Operator:
+    """One operator of several calls as that of one; name and layers are theirs."""
+    return dataclasses.replace(
+        operators[0],
+        flops=sum(one.flops for one in operators),
+        weight_bytes=sum(one.weight_bytes for one in operators),
+        activation_bytes=sum(one.activation_bytes for one in operators),
+        kv_bytes=sum(one.kv_bytes for one in operators),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Accounting:
     """What counts, where there is a choice.

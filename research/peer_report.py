@@ -13,8 +13,9 @@ MOST_KL = 1.5  # times the peer's, or a faster figure is bought with quality
 _PHASES = {"prefill_tokens_per_s": "prefill", "decode_tokens_per_s": "decode"}
 _READING = (
     "The same weights, prompts and threads, one system after the other and all of them again; "
-    "medians, with the range of the repeats in brackets. A ratio is the median over repeats of "
-    "kvlab's tokens a second over the peer's in the same repeat."
+    "medians, with the range of the repeats in brackets. kvlab has pages of 64 tokens and prefills "
+    "512 tokens a call, as llama.cpp does; the others are as they come. A ratio is the median over "
+    "repeats of kvlab's tokens a second over the peer's in the same repeat."
 )
 _TERMS = {
     "prefill": "prompt tokens a second, of all sequences together.",
@@ -113,11 +114,14 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
                 shown["counts"] = "yes" if counts(ours, row) else "no"
             if row["status"] != "ok":
                 shown["counts"] = "no figure"
+            if versions := row.get("system_versions"):
+                shown["version"] = ", ".join(f"{name} {one}" for name, one in versions.items())
             cells.append(shown)
     columns = ["weights", "batch", "system"]
     columns += [heading for heading, _ in _QUALITY.values() if any(heading in one for one in cells)]
     columns += [f"{phase} tok/s" for phase in _PHASES.values()]
     columns += [f"kvlab is, {phase}" for phase in _PHASES.values()] + ["beside", "counts"]
+    columns += ["version"] if any("version" in one for one in cells) else []
     return [Table("Side by side", tuple(columns), tuple(cells))] if cells else []
 
 

@@ -106,6 +106,7 @@ class PeerProcess:
           threads: processors that it may use.
         """
         self.system, self._scratch = system, scratch
+        self.versions: dict[str, str] = {}  # of what a model was opened with
         self._log = (scratch / f"{system}.log").open("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", _WORKER, system, str(threads)],
@@ -254,7 +255,7 @@ class _Prepared:
     def open(self, process: PeerProcess, precision: str, batch: int) -> None:
         """Has a system load the model."""
         study = self.study
-        process.ask(
+        answer = process.ask(
             "open",
             model=str(self.model("float32" if process.system.startswith("kvlab") else precision)),
             precision=precision,
@@ -262,6 +263,7 @@ class _Prepared:
             max_length=max(study.prompt_tokens + study.new_tokens, study.text_tokens),
             threads=study.threads,
         )
+        process.versions = answer["versions"]
 
     def log_probs(self, process: PeerProcess) -> np.ndarray:
         """What a system predicts on the text, [text_tokens, V] float32."""
@@ -307,7 +309,7 @@ class _Group:
                     self._attempt(name, self._time, name, repeat > 0)
         for point in points:
             name = point["system"]
-            yield make_row(
+            row = make_row(
                 "peers",
                 point,
                 self._prepared.seed,
@@ -317,6 +319,8 @@ class _Group:
                 wall_s=time.perf_counter() - began,
                 error=self._errors.get(name),
             )
+            row["system_versions"] = self._processes[name].versions
+            yield row
 
     @property
     def _running(self) -> list[str]:
@@ -342,21 +346,23 @@ class _Group:
         kvlab.ask("prefill", ids=self._prompts)
         tokens = np.array(kvlab.ask("decode", steps=self._study.new_tokens)["tokens"])
         kvlab.ask("prefill", ids=self._prompts)
-        margins = np.array(kvlab.ask("forced", tokens=tokens)["margins"])
+        found = kvlab.ask("forced", tokens=tokens)
+        ties = np.array(found["margins"]) < TIE
+        second = np.where(ties, np.array(found["best"])[..., 1], tokens)
         for name in self._running:
-            self._attempt(name, self._measure_agreement, name, tokens, margins)
+            self._attempt(name, self._measure_agreement, name, tokens, second)
 
     def _measure_kl(self, name: str) -> None:
         self._metrics[name]["kl_vs_float32"] = self._prepared.kl(self._processes[name])
 
-    def _measure_agreement(self, name: str, tokens: np.ndarray, margins: np.ndarray) -> None:
-        """Led along kvlab's tokens, how many of those that are no tie a system finds itself."""
-        process, ties = self._processes[name], margins < TIE
+    def _measure_agreement(self, name: str, tokens: np.ndarray, second: np.ndarray) -> None:
+        """Led along kvlab's tokens, how many of them a system finds, or of a tie the second."""
+        process = self._processes[name]
         process.ask("prefill", ids=self._prompts)
-        best = np.array(process.ask("forced", tokens=tokens)["best"])
+        best = np.array(process.ask("forced", tokens=tokens)["best"])[..., 0]
         metrics = self._metrics[name]
-        metrics["greedy_agreement"] = float(np.mean((best == tokens) | ties))
-        metrics["greedy_ties"] = int(ties.sum())
+        metrics["greedy_agreement"] = float(np.mean((best == tokens) | (best == second)))
+        metrics["greedy_ties"] = int(np.sum(second != tokens))
 
     def _time(self, name: str, kept: bool) -> None:
         """Prefill and decode once."""

@@ -13,7 +13,7 @@ from kvlab.models.presets import preset
 from kvlab.ops.specs import CacheSpec, Recompute
 from kvlab.research.devices import DEVICES, Device
 from kvlab.research.linear_times import linear_time_study
-from kvlab.research.operators import Operator, total
+from kvlab.research.operators import Operator, added, total
 from kvlab.research.roofline import CostModel, Phase
 
 PHASES = ("prefill", "decode")
@@ -105,13 +105,13 @@ def phase_operators(
     phase: str,
     batch: int,
     prompt: int,
+    chunk: int,
     weights: str | None = None,
 ) -> tuple[Operator, ...]:
-    """Operators of a prefill of whole prompts in one call, or of the decode step after it."""
+    """Operators of a prefill, added up over its calls of `chunk` tokens, or of the next step."""
     costs = CostModel(config, specs, _COUNTED_ON, weights=weights)
-    if phase == "prefill":
-        return costs.prefill(batch, prompt).operators
-    return costs.decode(batch, prompt + 1, prompt).operators
+    steps = phase_steps(costs, {"phase": phase, "chunk": chunk, "decode_tokens": 1}, batch, prompt)
+    return tuple(added(same) for same in zip(*(step.operators for step in steps), strict=True))
 
 
 def operator_metrics(one: Operator, device: Device, dtype: str) -> Metrics:

@@ -52,6 +52,7 @@ _READING = (
 )
 _NOT_SETTINGS = ("kind", "phase")
 _TERMS = {
+    "fits": "weights, keys and values in the device's memory; a context is the model's at most.",
     "prefill": "all prompts of a batch, to the first token of each (TTFT).",
     "decode": "one step, which gives every sequence of the batch a token (TPOT).",
     "FLOP/byte": "arithmetic intensity: operations over bytes moved.",
@@ -249,7 +250,8 @@ def _device_tables(rows: Sequence[Row]) -> list[Table]:
         config = some[0]["config"]
         title = (
             f"predicted for {_model(config)}, batch {config['batch_size']}, "
-            f"{config['prompt_tokens']} tokens: data sheets at bfloat16, this machine as it ran"
+            f"{config['prompt_tokens']} tokens: data sheets at bfloat16, this machine as it ran; "
+            "prompts prefilled in one call"
         )
         tables.append(_table(run, title, cells))
     return tables

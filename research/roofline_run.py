@@ -302,7 +302,9 @@ def _operators(study: RooflineStudy, model: Model, here: Callable[[], Device]) -
     shared |= study.weight_settings
 
     def operators(phase: str) -> tuple[Operator, ...]:
-        return phase_operators(config, variant.cache, phase, batch, prompt, study.weights)
+        return phase_operators(
+            config, variant.cache, phase, batch, prompt, study.chunk, study.weights
+        )
 
     configs = tuple(
         {**shared, "phase": phase, "number": number, "operator": one.name}

@@ -35,6 +35,7 @@ class Row(TypedDict):
     started: str  # ISO 8601, UTC
     wall_s: float  # the whole point, compiling and warm-up included
     error: NotRequired[str]  # where status is "failed"
+    system_versions: NotRequired[dict[str, str]]  # of a system in another process
     non_finite: NotRequired[dict[str, str]]  # metric: "nan", "inf" or "-inf"
     series: NotRequired[dict[str, list[list[float]]]]  # (x, y) pairs of what was traced
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from kvlab.experiments.peer_systems.system import Setting, best_and_margin, log_softmax
+from kvlab.experiments.peer_systems.system import Setting, log_softmax, two_best
 from kvlab.models.load import load_model
 from kvlab.ops.specs import CacheSpec, Paged
 from kvlab.research import inference
@@ -51,7 +51,7 @@ class KvlabSystem:
         """See `System`."""
         found = []
         for column in tokens.T:
-            found.append(best_and_margin(np.asarray(self._session.logits)))
+            found.append(two_best(np.asarray(self._session.logits)))
             self._session.decode(1, forced={slot: [one] for slot, one in enumerate(column)})
         best, margins = zip(*found, strict=True)
         return np.stack(best, axis=1), np.stack(margins, axis=1)

@@ -6,7 +6,7 @@ import ctypes
 import llama_cpp
 import numpy as np
 
-from kvlab.experiments.peer_systems.system import Setting, best_and_margin, log_softmax
+from kvlab.experiments.peer_systems.system import Setting, log_softmax, two_best
 
 _BATCH, _MICRO_BATCH = 2048, 512  # llama.cpp's own defaults
 
@@ -85,7 +85,7 @@ class LlamaCppSystem:
         """See `System`."""
         found = []
         for column in tokens.T:
-            found.append(best_and_margin(self._logits))
+            found.append(two_best(self._logits))
             self._step(column)
         best, margins = zip(*found, strict=True)
         return np.stack(best, axis=1), np.stack(margins, axis=1)

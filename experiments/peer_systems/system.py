@@ -55,8 +55,8 @@ class System(Protocol):
         """Continues all sequences by given tokens [B, n] int.
 
         Returns:
-          Before each of them, the most likely token [B, n] int, and by how much its logit lies
-          above the next [B, n] float.
+          Before each of them, the two most likely tokens [B, n, 2] int, and by how much the logit
+          of the first lies above the second's [B, n] float.
         """
         ...
 
@@ -65,11 +65,16 @@ class System(Protocol):
         ...
 
 
-def best_and_margin(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The largest of logits [..., V], and how far it lies above the next."""
-    best = logits.argmax(axis=-1)
-    two = np.partition(logits, -2, axis=-1)[..., -2:]
-    return best, two[..., 1] - two[..., 0]
+def two_best(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [..., 2] of the two largest logits [..., V], and how far these lie apart [...]."""
+    tokens = []
+    left = logits.copy()
+    for _ in range(2):
+        tokens.append(left.argmax(axis=-1))
+        np.put_along_axis(left, tokens[-1][..., None], -np.inf, axis=-1)
+    best = np.stack(tokens, axis=-1)
+    values = np.take_along_axis(logits, best, axis=-1)
+    return best, values[..., 0] - values[..., 1]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import transformers
 
-from kvlab.experiments.peer_systems.system import Setting, best_and_margin, log_softmax
+from kvlab.experiments.peer_systems.system import Setting, log_softmax, two_best
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -50,7 +50,7 @@ class TransformersSystem:
         """See `System`."""
         found = []
         for column in tokens.T:
-            found.append(best_and_margin(self._logits.float().numpy()))
+            found.append(two_best(self._logits.float().numpy()))
             self._feed(column[:, None])
         best, margins = zip(*found, strict=True)
         return np.stack(best, axis=1), np.stack(margins, axis=1)

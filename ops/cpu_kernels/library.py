@@ -32,7 +32,7 @@ TARGETS: dict[str, str] = {"kvlab_attention": "KvlabAttention", "kvlab_linear": 
 """Names of FFI targets, and the symbols of the library that serve them."""
 
 
-class UnavailableError(RuntimeError):
+class UnavailableError(ValueError):
     """The kernels cannot be had on this machine; the message says why and how to mend it."""
 
 
@@ -70,17 +70,20 @@ def _load() -> ctypes.CDLL | str:
     """The library, or why there is none: a machine is asked once."""
     try:
         library = ctypes.CDLL(str(_compiled()))
-    except (UnavailableError, OSError) as error:
+        handlers = {
+            target: jax.ffi.pycapsule(getattr(library, symbol))
+            for target, symbol in TARGETS.items()
+        }
+    except (UnavailableError, OSError, AttributeError) as error:  # the last: no such symbol
         return str(error)
-    for target, symbol in TARGETS.items():
-        handler = jax.ffi.pycapsule(getattr(library, symbol))
+    for target, handler in handlers.items():
         jax.ffi.register_ffi_target(target, handler, platform="cpu")
     return library
 
 
 def _compiled() -> pathlib.Path:
     """The path of the library; compiles it where it is not in the cache folder."""
-    command = [*_compiler(), *_FLAGS.split(), *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    command = [*_compiler(), *_FLAGS.split(), *_words("CXXFLAGS")]
     sources = sorted(_FOLDER.glob("*.cc"))
     digest = hashlib.sha256()
     for part in (
@@ -93,7 +96,7 @@ def _compiled() -> pathlib.Path:
     for source in sorted([*sources, *_FOLDER.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     path = cache_folder() / "cpu_kernels" / f"{digest.hexdigest()[:24]}.so"
-    if path.exists():
+    if _is_whole(path):
         return path
     include = f"-isystem{jax.ffi.include_dir()}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,12 +104,38 @@ def _compiled() -> pathlib.Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = pathlib.Path(scratch) / path.name
         _run([*command, include, *map(str, sources), "-o", str(made)])
+        if not made.exists():
+            raise UnavailableError(f"{command[0]} succeeded and wrote no library; check $CXXFLAGS")
+        checksum = made.with_suffix(".sha256")
+        checksum.write_text(_checksum(made))
+        checksum.replace(path.with_suffix(".sha256"))
         made.replace(path)
     return path
 
 
+def _is_whole(path: pathlib.Path) -> bool:
+    """Whether a library is there as it was written: to load half of one would end the process."""
+    try:
+        return path.with_suffix(".sha256").read_text() == _checksum(path)
+    except FileNotFoundError:
+        return False
+
+
+def _checksum(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _words(variable: str) -> list[str]:
+    """The words of an environment variable, as a shell would cut it."""
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        given = os.environ[variable]
+        raise UnavailableError(f"${variable} is {given!r}, which no shell reads: {error}") from None
+
+
 def _compiler() -> list[str]:
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    chosen = _words("CXX")
     found = chosen[:1] if chosen else _COMPILERS
     for name in found:
         if shutil.which(name):
@@ -139,6 +168,7 @@ def _run(command: list[str]) -> str:
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()[:3]
-        raise UnavailableError(f"{command[0]} failed ({done.returncode}): {' | '.join(said)}")
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        said = [line for line in lines if "error" in line.lower()] or lines
+        raise UnavailableError(f"{command[0]} failed ({done.returncode}): {' | '.join(said[:3])}")
     return done.stdout

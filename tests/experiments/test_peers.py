@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvlab.experiments.peer_systems import worker
-from kvlab.experiments.peer_systems.system import best_and_margin, log_softmax
+from kvlab.experiments.peer_systems.system import log_softmax, two_best
 from kvlab.research.results import read_rows
 
 SMALL = ("--batch=2", "--prompt_tokens=24", "--new_tokens=5", "--repeats=2")
@@ -51,7 +51,7 @@ def test_a_worker_answers_errors_and_goes_on():
 
 def test_margins_and_log_probabilities():
     logits = np.array([[0.0, 3.0, 2.5], [1.0, 1.0, -1.0]], np.float32)
-    best, margins = best_and_margin(logits)
-    assert best.tolist() == [1, 0]
+    best, margins = two_best(logits)
+    assert best.tolist() == [[1, 2], [0, 1]]
     np.testing.assert_allclose(margins, [0.5, 0.0])
     np.testing.assert_allclose(np.exp(log_softmax(logits)).sum(axis=1), 1.0, rtol=1e-6)

@@ -118,6 +118,32 @@ def test_what_cannot_be_packed_is_refused():
         linear(cases.drawn((2, 32)), pack(weight, "float32"))
 
 
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+@pytest.mark.parametrize("size", [1e-6, 1e8])
+def test_weights_beyond_float16_scales_are_refused(weight_format, size):
+    with pytest.raises(ValueError, match=r"beyond float16 .* use weights=float32 or bfloat16"):
+        pack(np.full((32, 3), size, np.float32), weight_format, "xla")
+    # A group of small values beside others is no fault, nor are zeros alone.
+    mixed = np.concatenate([np.full((32, 3), size * 1e-8), np.ones((32, 3))]).astype(np.float32)
+    pack(mixed, weight_format, "xla")
+    pack(np.zeros((32, 3), np.float32), weight_format, "xla")
+
+
+def test_what_is_no_weight_is_refused():
+    with pytest.raises(ValueError, match="implementation='gpu' is not known; legal values: cpu, x"):
+        pack(np.ones((4, 4)), "float32", "gpu")
+    for shape in ((4,), (2, 2, 2), (0, 4), (4, 0)):
+        with pytest.raises(ValueError, match=r"a weight \(.*\) given; want \[D_in, D_out\]"):
+            pack(np.ones(shape), "float32", "xla")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_bias_of_another_size_is_refused(implementation):
+    weight = pack(np.ones((4, 3)), "float32", implementation)
+    with pytest.raises(ValueError, match=r"a bias \(1,\) given, and the packed weight has 3"):
+        linear(jnp.ones((2, 4)), weight, jnp.ones(1))
+
+
 @needs_kernel
 def test_panels_of_other_sizes_are_refused():
     packed = pack(cases.drawn((33, 50)), "int8", "cpu")

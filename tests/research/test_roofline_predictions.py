@@ -74,11 +74,15 @@ def test_steps_are_the_calls_that_run():
 
 def test_operators_of_both_phases():
     prefill, decode = (
-        {one.name: one for one in phase_operators(TINY, CacheSpec(), name, 3, 17)}
+        {one.name: one for one in phase_operators(TINY, CacheSpec(), name, 3, 17, 8)}
         for name in ("prefill", "decode")
     )
     width = TINY.embed_dim * TINY.num_heads * TINY.head_dim
     assert prefill["query"].flops == 3 * 17 * 2 * width
+    calls = phase_steps(COSTS, {"phase": "prefill", "chunk": 8}, 3, 17)
+    for part in ("flops", "weight_bytes", "activation_bytes", "kv_bytes"):
+        whole = sum(getattr(one, part) * one.layers for one in prefill.values())
+        assert whole == sum(getattr(call.total, part) for call in calls)
     assert decode["query"].flops == 3 * 2 * width
     metrics = operator_metrics(Operator("x", 50, 10, 5, 5, layers=4), SLOW, "float32")
     assert metrics == {
