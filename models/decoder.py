@@ -29,8 +29,9 @@ from kvlab.ops.caches.protocol import LayerCache, Step, Table
 from kvlab.ops.caches.recompute import RecomputeCache
 from kvlab.ops.linear import embed, linear, linear_transposed
 from kvlab.ops.packed_weight import PackedWeight
-from kvlab.ops.rope import Rope, rotate, rotation
+from kvlab.ops.rope import DynamicNTK, Rope, rotate, rotation
 from kvlab.ops.row_table import RowTable
+from kvlab.ops.segments import PADDING, segment_positions
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -215,10 +216,16 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer: tokens and a cache to hidden states and the new cache."""
+    """A decoder-only transformer: tokens and a cache to hidden states and the new cache.
+
+    With `remat` a layer's activations are not kept for its derivative but computed again: memory
+    of one layer instead of L, for one more forward pass. Source: "Training Deep Nets with Sublinear
+    Memory Cost" (arXiv 1604.06174), section 3.
+    """
 
     config: DecoderConfig
     implementation: str | None = None
+    remat: bool = False
 
     def setup(self) -> None:
         """Declares the submodules."""
@@ -264,6 +271,7 @@ class Decoder(nn.Module):
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         new_caches = []
+        apply = jax.checkpoint(_apply_layer, static_argnums=0) if self.remat else _apply_layer
         for index, (cache, table) in enumerate(zip(caches, tables, strict=True)):
             layer = self.layers[index]
             if self.is_initializing():
@@ -271,7 +279,7 @@ class Decoder(nn.Module):
             else:
                 params = self.variables["params"][f"layers_{index}"]
                 pure = layer.clone(parent=None, name=None)
-                x, new_cache = _apply_layer(pure, params, x, step, cache, table, turns)
+                x, new_cache = apply(pure, params, x, step, cache, table, turns)
             new_caches.append(new_cache)
         return self.final_norm(x), tuple(new_caches)
 
@@ -281,12 +289,27 @@ class Decoder(nn.Module):
         logits = head(hidden).astype(jnp.float32)
         return soft_capped(logits, self.config.final_soft_cap)
 
-    def forward(self, tokens: jax.Array) -> jax.Array:
-        """Logits [B, T, V] of whole texts [B, T] int32 from position 0, without a cache."""
+    def forward(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        """Logits [B, T, V] of whole texts, without a cache.
+
+        Args:
+          tokens: [B, T] int32.
+          segments: [B, T] int32, where a row holds several texts: the text of each token
+            (`kvlab.ops.segments`). Each is read alone and from position 0, and the result has a
+            derivative. None: a row is a text.
+
+        Raises:
+          ValueError: segments with dynamic NTK, whose base is one for a row.
+        """
         batch, length = tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], tokens.shape)
-        valid = jnp.ones_like(tokens, dtype=bool)
-        caches = [RecomputeCache() for _ in self.layers]
+        if segments is None:
+            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], tokens.shape)
+            valid = jnp.ones_like(tokens, dtype=bool)
+        else:
+            if self.config.rope is not None and isinstance(self.config.rope.scaling, DynamicNTK):
+                raise ValueError("rows of several texts and DynamicNTK given; use another scaling")
+            positions, valid = segment_positions(segments), segments != PADDING
+        caches = [RecomputeCache(segments) for _ in self.layers]
         lengths = jnp.full(batch, length, jnp.int32)
         tables = [RowTable(lengths, length) for _ in self.layers]
         hidden, _ = self(tokens, Step(positions, valid, valid), caches, tables, lengths)

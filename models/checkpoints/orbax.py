@@ -1,19 +1,24 @@
 """kvlab's own checkpoints: a folder with the config as JSON and the parameters in Orbax form.
 
 kvlab.json       the config
-files.json       size of every other file in bytes: a copy that was cut short is noticed
+files.json       size in bytes and CRC-32 of every other file: a copy cut short or damaged shows
 params/          the parameters, in the tree of `kvlab.models.decoder`
+training/        in a checkpoint of training, what it needs beside the parameters to go on
 tokenizer.gguf   the metadata of the GGUF file that the tokenizer is from, or
 tokenizer.bytes  an empty file: the tokenizer is bytes, or
 ...              the tokenizer's files of a Hugging Face folder, or none
 """
 
+import contextlib
 import json
+import logging
 import os
 import pathlib
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -31,6 +36,9 @@ GGUF_TOKENIZER = "tokenizer.gguf"
 BYTE_TOKENIZER = "tokenizer.bytes"
 _FILES = "files.json"
 _PARAMS = "params"
+_TRAINING = "training"
+_PIECE_BYTES = 2**24
+_SPARE_BYTES = 2**20  # for what describes the arrays, and the tokenizer
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -69,8 +77,11 @@ def save_checkpoint(
     config: DecoderConfig,
     params: dict,
     tokenizer: Iterable[str | os.PathLike[str]] | Literal["bytes"] = (),
+    training: Mapping[str, jax.Array] | None = None,
 ) -> None:
     """Writes a checkpoint; the folder appears under its name when it is complete.
+
+    Whatever fails, a full disk too, leaves nothing of it and everything else as it was.
 
     Args:
       path: a folder that does not exist yet.
@@ -78,6 +89,7 @@ def save_checkpoint(
       params: its parameters, in `config.param_dtype`.
       tokenizer: the files that `tokenizer_files` lists, of which a GGUF file is kept without its
         tensors; or "bytes".
+      training: arrays by name that training needs to go on; None where it has ended.
 
     Raises:
       CheckpointError: the path exists or cannot be written, or the parameters are not the config's.
@@ -89,22 +101,62 @@ def save_checkpoint(
     nest(flat, config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _require_room(path, [params, training])
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
             folder = pathlib.Path(scratch) / path.name
             folder.mkdir()
-            with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(folder / _PARAMS, params)
+            _save_arrays(path, folder / _PARAMS, params)
+            if training is not None:
+                _save_arrays(path, folder / _TRAINING, dict(training))
             if tokenizer == "bytes":
                 (folder / BYTE_TOKENIZER).touch()
             else:
                 _copy_tokenizer(map(pathlib.Path, tokenizer), folder)
-            sizes = json.dumps(_sizes(folder), indent=2)
-            (folder / _FILES).write_text(sizes + "\n", encoding="utf-8")
+            files = json.dumps(_files(folder), indent=2)
+            (folder / _FILES).write_text(files + "\n", encoding="utf-8")
             (folder / CONFIG_FILE).write_text(config_to_json(config), encoding="utf-8")
             os.rename(folder, path)
     except OSError as error:
         where = error.filename or path
         raise CheckpointError(f"cannot write {path}: {where}: {error.strerror}") from error
+
+
+def _require_room(path: pathlib.Path, arrays: Any) -> None:
+    """Refuses before Orbax writes: where a disk fills up, its threads print pages."""
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) + _SPARE_BYTES
+    free = shutil.disk_usage(path.parent).free
+    if free < needed:
+        sizes = f"it takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+        raise CheckpointError(f"cannot write {path}: {sizes}")
+
+
+def _save_arrays(path: pathlib.Path, folder: pathlib.Path, arrays: Any) -> None:
+    """Writes a part of the checkpoint that will be `path`."""
+    try:
+        with _told_once(), ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder, arrays)
+    except OSError:
+        raise
+    except Exception as error:  # what Orbax raises for a full disk is a class of its own
+        raise CheckpointError(f"cannot write {path}: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """Keeps Orbax's threads from logging, in pages, what the checkpointer raises anyway."""
+    log = logging.getLogger("absl")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _reason(error: Exception) -> str:
+    """Why Orbax failed, in a line: in the system's words where it was the system."""
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(code[1]))
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _copy_tokenizer(sources: Iterable[pathlib.Path], folder: pathlib.Path) -> None:
@@ -147,30 +199,70 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[DecoderConfig, dict]:
     except CheckpointError:
         raise
     except Exception as error:  # what Orbax raises for damaged values is a bare Exception
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{folder} is damaged: {reason}") from error
+        raise CheckpointError(f"{folder} is damaged: {_reason(error)}") from error
     return config, params
 
 
-def _sizes(folder: pathlib.Path) -> dict[str, int]:
-    """Size in bytes of every file of a folder, by relative path."""
+def load_training(
+    path: str | os.PathLike[str], wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Reads what a checkpoint of training holds beside the parameters.
+
+    Args:
+      path: the folder, whose files `load_checkpoint` has checked.
+      wanted: shape and dtype of every array, by name.
+
+    Raises:
+      CheckpointError: there is nothing of training, it is damaged, or other arrays are there.
+    """
+    folder = pathlib.Path(path).absolute() / _TRAINING
+    if not folder.is_dir():
+        raise CheckpointError(f"{path} holds parameters alone; training cannot go on from there")
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            stored: Any = checkpointer.metadata(folder).item_metadata.tree
+            _check_stored(folder, stored, wanted)
+            arrays: dict[str, jax.Array] = checkpointer.restore(folder, dict(wanted))
+    except CheckpointError:
+        raise
+    except Exception as error:  # as in `load_checkpoint`
+        raise CheckpointError(f"{folder} is damaged: {_reason(error)}") from error
+    return arrays
+
+
+def _files(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of every file of a folder, by relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    return {path.relative_to(folder).as_posix(): _size_and_sum(path) for path in files}
+
+
+def _size_and_sum(path: pathlib.Path) -> list[int]:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+    return [path.stat().st_size, checksum]
 
 
 def _check_complete(folder: pathlib.Path) -> None:
-    """Checks sizes before Orbax reads: it meets a short file with pages of tracebacks."""
+    """Checks files before Orbax reads: it meets a short one with pages of tracebacks."""
     try:
         wanted = json.loads((folder / _FILES).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is not complete: {_FILES} is not readable") from error
-    came = _sizes(folder)
-    for name, size in wanted.items():
-        if came.get(name) != size:
-            found = f"{came[name]} bytes" if name in came else "nothing"
+    came = _files(folder)
+    for name, written in wanted.items():
+        # Before checksums there was the size alone.
+        size, checksum = written if isinstance(written, list) else (written, None)
+        if name not in came or came[name][0] != size:
+            found = f"{came[name][0]} bytes" if name in came else "nothing"
             raise CheckpointError(
                 f"{folder} is not complete: {name} should have {size} bytes and has {found}; "
                 "copy it again"
+            )
+        if checksum not in (None, came[name][1]):
+            raise CheckpointError(
+                f"{folder} is damaged: {name} is not what was written; copy it again"
             )
 
 

@@ -1,6 +1,7 @@
 """kvlab's own checkpoints: what is saved comes back, and half a checkpoint is refused."""
 
 import dataclasses
+import json
 import pathlib
 
 import jax
@@ -171,6 +172,24 @@ def test_a_config_that_contradicts_the_parameters(change, words, saved):
     sizes = (saved / "files.json").read_text()
     assert "kvlab.json" not in sizes
     refused(lambda: load_checkpoint(saved), *words)
+
+
+def test_a_flipped_bit_is_noticed(saved):
+    for path in sorted(path for path in (saved / "params").rglob("*") if path.is_file()):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        refused(lambda: load_checkpoint(saved), "damaged", path.name, "not what was written")
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert load_checkpoint(saved)[0] == TINY
+
+
+def test_a_list_of_sizes_alone_still_does(saved):
+    listed = json.loads((saved / "files.json").read_text())
+    sizes = {name: size for name, (size, _) in listed.items()}
+    (saved / "files.json").write_text(json.dumps(sizes))
+    assert load_checkpoint(saved)[0] == TINY
 
 
 def test_orbax_errors_are_one_line(saved, monkeypatch):
