@@ -26,6 +26,7 @@ from kvlab.research.serve_report import present_serve_trace
 from kvlab.research.sharing_report import present_sharing
 from kvlab.research.sweep_report import present_sweep
 from kvlab.research.tables import format_table
+from kvlab.research.training_report import present_train
 
 REPORT_NAME = "report.html"
 
@@ -38,6 +39,7 @@ _PRESENTERS = {
     "sharing": present_sharing,
     "peers": present_peers,
     "roofline": present_roofline,
+    "train": present_train,
 }
 
 

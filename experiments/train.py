@@ -1,0 +1,173 @@
+r"""Train a small decoder on text files, and a tokenizer for it.
+
+    kvlab train --data=shakespeare.txt --out=runs/mha
+    kvlab train --data=en.txt,tr.txt --num_kv_heads=2 --steps=2000 --separator='\n\n'
+    kvlab generate --model=runs/mha/model --prompt="KING RICHARD:"
+
+The defaults are a Llama of about 0.8 million parameters. The end of every text is held out, and its
+loss is measured along the way. The run folder holds rows of loss and speed, checkpoints, and in the
+end the model, which every command loads. A run that was stopped, by a kill too, goes on from its
+newest good checkpoint when the same command runs again, with the same losses in every bit. Rows of
+a pass are shared by all local devices.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvlab.experiments.flags import (
+    Flag,
+    choice,
+    comma_list,
+    command_flags,
+    number,
+    require,
+    text,
+    whole,
+)
+from kvlab.experiments.main import execute
+from kvlab.experiments.run_folder import run_in_folder
+
+if TYPE_CHECKING:
+    from kvlab.models.config import DecoderConfig
+    from kvlab.research.results import RunFolder
+    from kvlab.research.rows import Row
+    from kvlab.research.training_config import OptimizerConfig, TrainingConfig
+
+
+def _separator(written: str) -> str:
+    if not written:
+        raise ValueError(r"a text is wanted, as \n\n for an empty line")
+    return written.replace("\\n", "\n")
+
+
+FLAGS = command_flags(
+    seed="of the first parameters and of the order of rows",
+    out="the run folder; runs/train-HASH if not given",
+    data=Flag(comma_list(text), "FILE,...", "texts to train on, UTF-8"),
+    separator=Flag(
+        _separator,
+        "TEXT",
+        r"between the documents of a text (\n is a line end); a text is one if absent",
+    ),
+    held_out=Flag(number, "X", "share of each text that is held out, from its end", 0.1),
+    vocab_size=Flag(whole(1), "N", "pieces of the SentencePiece tokenizer", 1024),
+    num_layers=Flag(whole(1), "N", "layers", 4),
+    embed_dim=Flag(whole(1), "N", "width of the model", 128),
+    hidden_dim=Flag(whole(1), "N", "width of the MLPs", 320),
+    num_heads=Flag(whole(1), "N", "query heads", 8),
+    num_kv_heads=Flag(whole(1), "N", "heads of keys and values; as many as query heads if absent"),
+    head_dim=Flag(whole(1), "N", "size of a head; embed_dim over num_heads if absent"),
+    dtype=Flag(
+        choice("float32", "bfloat16"),
+        "TYPE",
+        "of the computation; parameters and their updates are float32",
+        "float32",
+    ),
+    length=Flag(whole(1), "N", "tokens of a sequence, and the model's context", 256),
+    batch=Flag(whole(1), "N", "sequences of a pass, over all devices", 16),
+    accumulate=Flag(whole(1), "N", "passes whose gradients make a step", 1),
+    steps=Flag(whole(1), "N", "steps of the optimizer", 600),
+    learning_rate=Flag(number, "X", "the highest, after the warm-up", 3e-3),
+    final_share=Flag(number, "X", "the last learning rate over the highest", 0.1),
+    warmup_steps=Flag(whole(), "N", "steps until the highest learning rate", 50),
+    weight_decay=Flag(number, "X", "of matrices, as AdamW decays", 0.1),
+    beta1=Flag(number, "X", "of Adam's first moment", 0.9),
+    beta2=Flag(number, "X", "of Adam's second moment", 0.95),
+    clip_norm=Flag(number, "X", "largest global norm of a gradient", 1.0),
+    remat=Flag(bool, "", "compute activations again instead of keeping them: less memory", False),
+    log_every=Flag(whole(1), "N", "steps a row of results", 10),
+    eval_every=Flag(whole(1), "N", "steps between held-out losses", 100),
+    checkpoint_every=Flag(whole(1), "N", "steps between checkpoints", 100),
+    keep=Flag(whole(1), "N", "newest checkpoints that are kept", 2),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Trains, prints what came of it and where the model is."""
+    del argv
+    from kvlab.research.training import Trainer
+    from kvlab.research.training_data import prepare, read_texts
+    from kvlab.research.training_run import MODEL_FOLDER, run_training
+
+    require(FLAGS, ["data"])
+    config = _training_config()
+    Trainer(config)  # refuses a batch that the devices cannot share
+    texts = read_texts(FLAGS.data)
+    data = prepare(
+        texts,
+        vocab_size=FLAGS.vocab_size,
+        length=config.length,
+        held_out=FLAGS.held_out,
+        separator=FLAGS.separator,
+    )
+
+    def work(folder: "RunFolder") -> "list[Row]":
+        rows = run_training(config, data, folder)
+        print(f"model: {folder.path / MODEL_FOLDER}\n")
+        return rows
+
+    return run_in_folder(
+        work,
+        command="train",
+        config={
+            **config.to_json(),
+            "data": [one.to_json() for one in texts],
+            "separator": FLAGS.separator,
+            "held_out": FLAGS.held_out,
+        },
+        seed=config.seed,
+        question="How low does the loss of this decoder get on this text?",
+        out=FLAGS.out,
+    )
+
+
+def _training_config() -> "TrainingConfig":
+    """The run that the flags describe, but for its texts."""
+    from kvlab.research.training_config import TrainingConfig
+
+    schedule: dict[str, Any] = {name: FLAGS[name].value for name in _SCHEDULE}
+    return TrainingConfig(_decoder_config(), optimizer=_optimizer_config(), **schedule)
+
+
+_SCHEDULE = (
+    *("length", "batch", "accumulate", "steps", "remat", "seed"),
+    *("log_every", "eval_every", "checkpoint_every", "keep"),
+)
+_OPTIMIZER = (
+    *("learning_rate", "final_share", "warmup_steps", "weight_decay"),
+    *("beta1", "beta2", "clip_norm"),
+)
+
+
+def _optimizer_config() -> "OptimizerConfig":
+    from kvlab.research.training_config import OptimizerConfig
+
+    settings: dict[str, Any] = {name: FLAGS[name].value for name in _OPTIMIZER}
+    return OptimizerConfig(**settings)
+
+
+def _decoder_config() -> "DecoderConfig":
+    """A Llama with a tied head."""
+    from kvlab.models.config import DecoderConfig, RMSNorm
+    from kvlab.ops.rope import Rope
+
+    head_dim = FLAGS.head_dim or FLAGS.embed_dim // FLAGS.num_heads
+    return DecoderConfig(
+        family="llama",
+        vocab_size=FLAGS.vocab_size,
+        num_layers=FLAGS.num_layers,
+        embed_dim=FLAGS.embed_dim,
+        hidden_dim=FLAGS.hidden_dim,
+        num_heads=FLAGS.num_heads,
+        num_kv_heads=FLAGS.num_kv_heads or FLAGS.num_heads,
+        head_dim=head_dim,
+        max_length=FLAGS.length,
+        norm=RMSNorm(1e-5),
+        rope=Rope(),
+        tie_embeddings=True,
+        dtype=FLAGS.dtype,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(execute(sys.modules[__name__]))

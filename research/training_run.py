@@ -1,0 +1,288 @@
+"""A training run in its folder: steps, rows, held-out losses, checkpoints and the finished model.
+
+The rows of steps are written before the checkpoint that follows them. So a run that was killed goes
+on from its newest good checkpoint and writes any later rows once more, the same in every bit.
+"""
+
+import math
+import pathlib
+import shutil
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvlab.models.checkpoints.errors import CheckpointError
+from kvlab.models.checkpoints.orbax import load_checkpoint, save_checkpoint
+from kvlab.models.presets import parameter_count
+from kvlab.research.machine import measure, memory_bytes, probes
+from kvlab.research.operators import LayerWork, step_operators, total
+from kvlab.research.progress import Progress, progress
+from kvlab.research.results import RunFolder, write_atomically
+from kvlab.research.roofline_findings import PEAKS
+from kvlab.research.rows import Row, make_row, timestamp
+from kvlab.research.training import Compiled, StepFigures, Trainer, TrainState, initial_state
+from kvlab.research.training_checkpoints import FOLDER, Checkpoints
+from kvlab.research.training_config import TrainingConfig, TrainingError
+from kvlab.research.training_data import ShuffledRows, TrainingData, batches_of
+
+MODEL_FOLDER = "model"
+TOKENIZER_FILE = "tokenizer.model"
+
+_PEAK_REPEATS = 3
+_LARGEST_LOG = 700.0  # a float64 holds no larger power
+_BACKWARD = 2  # a backward pass multiplies twice what a forward one does
+
+
+def run_training(config: TrainingConfig, data: TrainingData, folder: RunFolder) -> list[Row]:
+    """Trains, or goes on where an earlier run of the folder was stopped.
+
+    Args:
+      config: the run.
+      data: its texts, packed with its length.
+      folder: open; `model` in it is the trained model when this returns.
+
+    Returns:
+      The newest row of each point.
+
+    Raises:
+      TrainingError: a loss or gradient that is not finite, or a checkpoint that cannot be written.
+    """
+    trainer = Trainer(config)  # before anything is written
+    tokenizer = _keep_tokenizer(folder.path / TOKENIZER_FILE, data.tokenizer_model)
+    checkpoints = Checkpoints(folder.path / FOLDER, config, tokenizer)
+    found, skipped = checkpoints.newest()
+    state = trainer.place(initial_state(config) if found is None else found)
+    done = int(state.step)
+    with progress(config.steps, "train", done=done, unit="steps") as report:
+        for sentence in skipped:
+            report.say(sentence)
+        if skipped or done:
+            report.say(f"training goes on after step {done}")
+        run = _Run(config, data, folder, trainer, checkpoints, report)
+        run.finish(run.train(state), tokenizer)
+    return folder.rows
+
+
+class _Run:
+    """What the steps of a run share."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        data: TrainingData,
+        folder: RunFolder,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        report: Progress,
+    ) -> None:
+        self.config, self.data, self.folder = config, data, folder
+        self.trainer, self.checkpoints, self.report = trainer, checkpoints, report
+        self.held_out = batches_of(data.held_out, config.batch)
+        decoder = config.decoder
+        heads = decoder.kv_heads[0] if len(set(decoder.kv_heads)) == 1 else decoder.kv_heads
+        self.shared = {"num_heads": decoder.num_heads, "num_kv_heads": heads}
+        self.compiled: Compiled | None = None
+
+    def train(self, state: TrainState) -> TrainState:
+        """Takes the steps that are left."""
+        config, step = self.config, int(state.step)
+        if step == config.steps:
+            return state
+        rows = ShuffledRows(self.data.rows, np.asarray(state.key))
+        first = rows.take(0, config.accumulate, config.batch)
+        self.compiled = self.trainer.compile(state, first, self.held_out[0])
+        peak = self._peak()
+        while step < config.steps:
+            last = min(step + config.log_every, config.steps)
+            state = self._block(state, rows, step, last, peak)
+            step = last
+            if step % config.eval_every == 0 or step == config.steps:
+                self._judge(state, step)
+            if step % config.checkpoint_every == 0 or step == config.steps:
+                self.checkpoints.save(state)
+        return state
+
+    def _block(
+        self, state: TrainState, rows: ShuffledRows, step: int, last: int, peak: float
+    ) -> TrainState:
+        """The steps of one row of results."""
+        config = self.config
+        read, started, began = int(state.rows_read), timestamp(), time.perf_counter()
+        losses, figures = [], StepFigures(0.0, 0.0, 0.0, 0.0)
+        predicted = 0.0
+        for number in range(step + 1, last + 1):
+            taken = rows.take(read, config.accumulate, config.batch)
+            state, figures = self.trainer.step(state, taken)
+            read += config.rows_per_step
+            self._require_finite(number, figures, started, began)
+            losses.append((number, figures.loss))
+            predicted += figures.predicted
+            if number < last:
+                self.report.advance()
+        seconds = time.perf_counter() - began
+        loss = sum(value for _, value in losses) / len(losses)
+        metrics = {
+            "loss": loss,
+            "perplexity": _perplexity(loss),
+            "gradient_norm": figures.gradient_norm,
+            "learning_rate": figures.learning_rate,
+            "train_tokens_per_s": predicted / seconds,
+            "mfu": (last - step) * step_flops(config) / seconds / peak,
+        }
+        curve = [[at, value] for at, value in losses]
+        self._append("steps", last, metrics, started, began, series={"loss": curve})
+        self.report.advance(
+            f"loss {loss:.3f}, perplexity {metrics['perplexity']:.1f}, "
+            f"{metrics['train_tokens_per_s']:,.0f} tokens/s, MFU {100 * metrics['mfu']:.0f} %"
+        )
+        return state
+
+    def _require_finite(self, step: int, figures: StepFigures, started: str, began: float) -> None:
+        """Stops the run where a loss or gradient is none, before anything of it is kept."""
+        wrong = [
+            f"the {name} is {value}"
+            for name, value in (("loss", figures.loss), ("gradient", figures.gradient_norm))
+            if not math.isfinite(value)
+        ]
+        if not wrong:
+            return
+        kept = [one for one in self.checkpoints.steps() if one < step]
+        where = "no checkpoint was written yet"
+        if kept:
+            where = f"the checkpoint of step {kept[0]} is kept ({self.checkpoints.path(kept[0])})"
+        said = (
+            f"{wrong[0]} at step {step}, so training stops; {where}: give a lower learning_rate "
+            f"than {self.config.optimizer.learning_rate:g} or a longer warm-up, in another folder"
+        )
+        self._append("stopped", step, {}, started, began, error=said)
+        raise TrainingError(said)
+
+    def _judge(self, state: TrainState, step: int) -> None:
+        """The held-out loss after a step."""
+        started, began = timestamp(), time.perf_counter()
+        loss, predicted = self.trainer.score(state.params, self.held_out)
+        bits = loss * predicted / math.log(2)
+        metrics = {
+            "held_out_loss": loss,
+            "held_out_perplexity": _perplexity(loss),
+            "held_out_bits_per_byte": bits / self.data.held_out_bytes,
+        }
+        self._append("held_out", step, metrics, started, began)
+        self.report.say(f"step {step}: held-out loss {loss:.4f}")
+
+    def _peak(self) -> float:
+        """Operations a second that products reach here at best, measured once a run."""
+        known = self.folder.finished(self._point("limit", 0), self.config.seed)
+        if known is not None:
+            return known["metrics"]["peak_flops_per_s"]
+        started, began = timestamp(), time.perf_counter()
+        wanted = [one for one in probes() if one.limit == PEAKS[self.config.decoder.dtype]]
+        samples = [max(measure(one, memory_bytes(), _PEAK_REPEATS)[0]) for one in wanted]
+        # The devices of a CPU are the same cores.
+        devices = 1 if jax.default_backend() == "cpu" else jax.local_device_count()
+        peak = devices * max(samples)
+        self._append("limit", 0, {"peak_flops_per_s": peak}, started, began)
+        return peak
+
+    def finish(self, state: TrainState, tokenizer: pathlib.Path) -> None:
+        """Writes the trained model, and the row that describes it."""
+        path = self.folder.path / MODEL_FOLDER
+        for partial in self.folder.path.glob(f".{MODEL_FOLDER}-*"):
+            shutil.rmtree(partial, ignore_errors=True)  # a killed process was writing it
+        if not _is_good(path):
+            shutil.rmtree(path, ignore_errors=True)
+            params = jax.tree.map(jnp.asarray, jax.device_get(state.params))
+            save_checkpoint(path, self.config.decoder, params, [tokenizer])
+        step = self.config.steps
+        if self.folder.finished(self._point("model", step), self.config.seed) is not None:
+            return
+        started, began = timestamp(), time.perf_counter()
+        samples: dict[str, list[float]] = {"train_tokens_per_s": [], "mfu": []}
+        judged: dict[str, float] = {}
+        for row in self.folder.rows:
+            if row["config"]["kind"] == "steps":
+                for name, values in samples.items():
+                    values.append(row["metrics"][name])
+            elif row["config"]["kind"] == "held_out":
+                judged = row["metrics"]  # the last counts
+        program: dict[str, float] = {}
+        if self.compiled is not None:
+            program["compile_s"] = self.compiled.seconds
+            if self.compiled.working_bytes is not None:
+                program["step_working_bytes"] = self.compiled.working_bytes
+        metrics = {
+            "parameters": parameter_count(self.config.decoder),
+            "tokens_read": step * self.config.rows_per_step * self.config.length,
+            "text_tokens": self.data.tokens,
+            "held_out_tokens": self.data.held_out_tokens,
+            "row_filled": self.data.filled,
+            "model_bytes": sum(one.stat().st_size for one in path.rglob("*") if one.is_file()),
+            **program,
+            **judged,
+        }
+        self._append("model", step, metrics, started, began, repeats=samples)
+
+    def _point(self, kind: str, step: int) -> dict[str, Any]:
+        """The config of a row."""
+        return {"kind": kind, **self.shared, "step": step}
+
+    def _append(
+        self,
+        kind: str,
+        step: int,
+        metrics: dict[str, float],
+        started: str,
+        began: float,
+        **more: Any,
+    ) -> None:
+        wall_s = time.perf_counter() - began
+        common: dict[str, Any] = {"metrics": metrics, "started": started, "wall_s": wall_s}
+        point, seed = self._point(kind, step), self.config.seed
+        self.folder.append(make_row("train", point, seed, **common, **more))
+
+
+def step_flops(config: TrainingConfig) -> float:
+    """Operations of one step: of the forward pass, and twice as many of the backward one.
+
+    Every causal pair of a row counts, also of two texts; what `remat` computes again does not.
+    Source: PaLM (arXiv 2204.02311), appendix B, with each operator counted for itself.
+    """
+    tokens = config.rows_per_step * config.length
+
+    def pairs(window: int | None) -> int:
+        seen = min(window or config.length, config.length)
+        return seen * (seen + 1) // 2 + (config.length - seen) * seen
+
+    decoder = config.decoder
+    layers = [
+        LayerWork(heads, tokens, config.rows_per_step * pairs(window))
+        for heads, window in zip(decoder.kv_heads, decoder.layer_windows, strict=True)
+    ]
+    return (1 + _BACKWARD) * total(step_operators(decoder, layers, tokens)).flops
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, _LARGEST_LOG))
+
+
+def _keep_tokenizer(path: pathlib.Path, model: bytes) -> pathlib.Path:
+    """Writes the tokenizer into the run folder, or checks that it is the one that is there."""
+    if not path.exists():
+        write_atomically(path, model)
+    elif path.read_bytes() != model:
+        raise TrainingError(
+            f"{path} is not the tokenizer that these texts give here (another version of "
+            "sentencepiece?); name another folder"
+        )
+    return path
+
+
+def _is_good(path: pathlib.Path) -> bool:
+    try:
+        load_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
