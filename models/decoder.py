@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from kvlab.models.config import DecoderConfig, LayerNorm, RMSNorm
+from kvlab.models.rematerialisation import rematerialised
 from kvlab.ops import norms
 from kvlab.ops.attention import soft_capped
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
@@ -219,8 +220,7 @@ class Decoder(nn.Module):
     """A decoder-only transformer: tokens and a cache to hidden states and the new cache.
 
     With `remat` a layer's activations are not kept for its derivative but computed again: memory
-    of one layer instead of L, for one more forward pass. Source: "Training Deep Nets with Sublinear
-    Memory Cost" (arXiv 1604.06174), section 3.
+    of one layer instead of L, for one more forward pass.
     """
 
     config: DecoderConfig
@@ -271,7 +271,7 @@ class Decoder(nn.Module):
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         new_caches = []
-        apply = jax.checkpoint(_apply_layer, static_argnums=0) if self.remat else _apply_layer
+        apply = _apply_layer_again if self.remat else _apply_layer
         for index, (cache, table) in enumerate(zip(caches, tables, strict=True)):
             layer = self.layers[index]
             if self.is_initializing():
@@ -351,6 +351,9 @@ def _apply_layer(
     """One layer as a function of its parameters: equal layers are traced once, not L times."""
     output: Any = layer.apply({"params": params}, x, step, cache, table, rotation)
     return output
+
+
+_apply_layer_again = rematerialised(_apply_layer)
 
 
 def param_shapes(config: DecoderConfig) -> dict:

@@ -1,6 +1,7 @@
 """A step of training against NumPy: loss, gradient, AdamW, accumulation, devices."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ DECODER = DecoderConfig(
     tie_embeddings=True,
 )
 CONFIG = TrainingConfig(
-    DECODER,
+    dataclasses.replace(DECODER, num_layers=1, num_kv_heads=3, windows=None),
     length=11,
     batch=4,
     steps=7,
@@ -102,6 +103,12 @@ def numpy_attention(of, x):
     return np.concatenate(outputs, 1) @ of["output"]["weight"]
 
 
+@functools.partial(jax.jit, static_argnames=("decoder", "remat"))
+def gradient_of(params, packed, decoder, remat=False):
+    """Of the summed loss."""
+    return jax.grad(lambda params: summed_loss(params, packed, decoder, remat)[0])(params)
+
+
 def texts_of(packed):
     return [
         tokens[segments == number]
@@ -117,7 +124,7 @@ def wide(params):
 def test_the_loss_of_packed_rows_is_that_of_each_text_alone():
     params = random_params(DECODER, 3)
     packed = rows(3)
-    loss, count = summed_loss(params, packed, DECODER)
+    loss, count = jax.jit(summed_loss, static_argnums=2)(params, packed, DECODER)
     want, predicted = numpy_loss(wide(params), texts_of(packed))
     assert int(count) == predicted == 3 * (2 + 7)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
@@ -127,9 +134,7 @@ def test_the_loss_of_packed_rows_is_that_of_each_text_alone():
 def test_the_gradient_agrees_with_differences_of_numpy(remat):
     params = random_params(DECODER, 3)
     packed = rows(2)
-    gradient = jax.jit(
-        jax.grad(lambda params: summed_loss(params, packed, DECODER, remat=remat)[0])
-    )(params)
+    gradient = gradient_of(params, packed, DECODER, remat)
     random = np.random.default_rng(0)
     exact, texts = wide(params), texts_of(packed)
     leaves, structure = jax.tree.flatten(exact)
@@ -149,12 +154,11 @@ def test_the_gradient_agrees_with_differences_of_numpy(remat):
 def test_a_step_is_clipped_adamw():
     trainer = Trainer(CONFIG)
     state = trainer.place(initial_state(CONFIG))
-    start = wide(state.params)
+    first = initial_state(CONFIG).params
+    start = wide(first)
     packed = rows(4)
-    gradient = wide(
-        jax.grad(lambda params: summed_loss(params, packed, DECODER)[0] / 36)(
-            initial_state(CONFIG).params
-        )
+    gradient = jax.tree.map(
+        lambda leaf: leaf / 36, wide(gradient_of(first, packed, CONFIG.decoder))
     )
     length = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(gradient)))
     state, figures = trainer.step(state, Packed(*(array[None] for array in packed)))
