@@ -5,13 +5,15 @@ import pathlib
 import re
 import shlex
 
+import jax
 import pytest
 
 from kvlab.experiments import main
 from kvlab.research.experiment import load_experiment
 from kvlab.research.results import read_rows
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+REPOSITORY = pathlib.Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -54,6 +56,27 @@ def test_the_policy_runs_from_any_folder(tmp_path, monkeypatch):
     assert main.run(shlex.split(command[1].replace("all,window,", "all,")) + small) == 0
     full, own = (row["metrics"]["kv_bytes_used"] for row in read_rows("run"))
     assert own < 0.7 * full
+
+
+def test_the_training_commands_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvlab.research.machine._LEAST_CALL_S", 0.0)
+    monkeypatch.setattr("kvlab.research.machine._SAMPLE_S", 0.0)
+    section = README.split("## Training")[1].split("##")[0]
+    train, generate = re.findall(r"^kvlab (.*)$", section, re.MULTILINE)
+    train = train.replace("README.md", f"{REPOSITORY}/README.md")
+    train = train.replace("CHANGELOG.md", f"{REPOSITORY}/CHANGELOG.md")
+    quick = [
+        "--steps=2",
+        "--warmup_steps=1",
+        "--num_layers=1",
+        "--embed_dim=16",
+        f"--out={tmp_path}",
+    ]
+    with jax.numpy_dtype_promotion("standard"):  # Optax promotes
+        assert main.run(shlex.split(train) + quick) == 0
+    generate = generate.replace("runs/readme/model", f"{tmp_path}/model")
+    assert main.run(shlex.split(generate)) == 0
+    assert "The KV cache" not in capsys.readouterr().err
 
 
 def test_there_are_two_commands_for_a_fresh_machine():

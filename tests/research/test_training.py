@@ -263,3 +263,60 @@ def test_first_parameters_follow_the_seed():
     one, two = (initial_state(dataclasses.replace(CONFIG, seed=seed)) for seed in (0, 1))
     assert not jnp.array_equal(one.params["embed"]["weight"], two.params["embed"]["weight"])
     assert not jnp.array_equal(one.key, two.key)
+
+
+def names_of_transformers(layers):
+    """Our flat names, and those of a Llama in transformers; True where a weight is transposed."""
+    parts = {"query": "q", "key": "k", "value": "v", "output": "o"}
+    yield ("embed", "weight"), "model.embed_tokens.weight", False
+    yield ("final_norm", "scale"), "model.norm.weight", False
+    for index in range(layers):
+        ours, theirs = f"layers_{index}", f"model.layers.{index}"
+        yield (ours, "attention_norm", "scale"), f"{theirs}.input_layernorm.weight", False
+        yield (ours, "mlp_norm", "scale"), f"{theirs}.post_attention_layernorm.weight", False
+        for name, letter in parts.items():
+            weight = f"{theirs}.self_attn.{letter}_proj.weight"
+            yield (ours, "attention", name, "weight"), weight, True
+        for name in ("gate", "up", "down"):
+            yield (ours, "mlp", name, "weight"), f"{theirs}.mlp.{name}_proj.weight", True
+
+
+@pytest.mark.peers
+def test_loss_and_gradient_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    decoder = dataclasses.replace(DECODER, embed_dim=18, num_kv_heads=3, windows=None)
+    params, packed = random_params(decoder, 3), rows(3)
+    config = transformers.LlamaConfig(
+        vocab_size=29,
+        hidden_size=18,  # its own check wants a multiple of the heads
+        intermediate_size=17,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=10,
+        max_position_embeddings=23,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+    )
+    model = transformers.LlamaForCausalLM(config)
+    theirs = dict(model.named_parameters())
+    pairs = list(names_of_transformers(2))
+    assert {name for _, name, _ in pairs} == theirs.keys()
+    for path, name, transposed in pairs:
+        leaf = np.array(functools.reduce(lambda tree, key: tree[key], path, params))
+        theirs[name].data = torch.tensor(leaf.T if transposed else leaf).contiguous()
+    total = 0.0
+    for text in texts_of(packed):
+        ids = torch.tensor(text[None].astype(np.int64))
+        loss = model(input_ids=ids, labels=ids).loss * (len(text) - 1)
+        loss.backward()
+        total += loss.item()
+    loss, _ = jax.jit(summed_loss, static_argnums=2)(params, packed, decoder)
+    np.testing.assert_allclose(loss, total, rtol=1e-5)
+    gradient = gradient_of(params, packed, decoder)
+    for path, name, transposed in pairs:
+        came = np.array(functools.reduce(lambda tree, key: tree[key], path, gradient))
+        want = theirs[name].grad.numpy()
+        np.testing.assert_allclose(came.T if transposed else came, want, atol=2e-4, err_msg=name)
