@@ -20,6 +20,7 @@ TINY = (
     *("--vocab_size=300", "--num_layers=1", "--embed_dim=12", "--hidden_dim=7", "--num_heads=2"),
     *("--num_kv_heads=1", "--length=16", "--batch=4", "--warmup_steps=2"),
 )
+LONG = (*TINY, "--steps=40", "--log_every=2", "--eval_every=8", "--checkpoint_every=4")
 SHORT = (*TINY, "--steps=6", "--log_every=2", "--eval_every=4", "--checkpoint_every=2")
 WORDS = ("prefill", "reads", "a", "whole", "prompt", "and", "decode", "the", "model", "at", "once")
 
@@ -126,13 +127,19 @@ def test_a_run_to_its_end(kvlab, story, tmp_path):
     assert "name another folder, or give the same settings" in other.error
 
 
-def test_a_killed_run_goes_on_in_equal_bits(process, tmp_path):
-    arguments = (*TINY, "--steps=60", "--log_every=2", "--eval_every=8", "--checkpoint_every=4")
-    whole = process(tmp_path / "whole", *arguments)
-    assert whole.communicate(timeout=120)[1].count("step 60: held-out loss") == 1
+@pytest.fixture(scope="module")
+def whole(process, tmp_path_factory) -> pathlib.Path:
+    """A run of LONG in one go, on one device."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    _, told = process(folder, *LONG).communicate(timeout=120)
+    assert told.count("step 40: held-out loss") == 1
+    return folder
+
+
+def test_a_killed_run_goes_on_in_equal_bits(process, whole, tmp_path):
     folder = tmp_path / "killed"
-    for wanted in (5, 17):  # rows of steps, in the middle of the run
-        running = process(folder, *arguments)
+    for wanted in (5, 13):  # rows of steps, in the middle of the run
+        running = process(folder, *LONG)
         results = folder / "results.jsonl"
         while not results.exists() or results.read_bytes().count(b'"kind": "steps"') < wanted:
             assert running.poll() is None, running.communicate()
@@ -144,25 +151,22 @@ def test_a_killed_run_goes_on_in_equal_bits(process, tmp_path):
     newest = max((folder / "checkpoints").glob("step_*"))
     file = max((newest / "params").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
     os.truncate(file, file.stat().st_size // 2)
-    last = process(folder, *arguments)
+    last = process(folder, *LONG)
     _, told = last.communicate(timeout=120)
     assert last.returncode == 0, told
     assert f"skipped the checkpoint of step {int(newest.name[5:])}: {newest} is not compl" in told
     assert f"training goes on after step {int(newest.name[5:]) - 4}" in told
-    assert curve(folder) == curve(tmp_path / "whole")
-    one, two = (load_model(str(tmp_path / name / "model")) for name in ("whole", "killed"))
+    assert curve(folder) == curve(whole)
+    one, two = (load_model(str(run / "model")) for run in (whole, folder))
     for left, right in zip(jax.tree.leaves(one.params), jax.tree.leaves(two.params), strict=True):
         assert np.array_equal(left, right)
 
 
-def test_four_devices_have_the_losses_of_one(process, tmp_path):
-    arguments = (*SHORT, "--accumulate=2")
-    running = [process(tmp_path / str(n), *arguments, devices=n) for n in (1, 4)]
-    for one in running:
-        _, told = one.communicate(timeout=120)
-        assert one.returncode == 0, told
-    one, four = (curve(tmp_path / str(n)) for n in (1, 4))
-    for left, right in zip(one, four, strict=True):
+def test_four_devices_have_the_losses_of_one(process, whole, tmp_path):
+    running = process(tmp_path, *LONG, devices=4)
+    _, told = running.communicate(timeout=120)
+    assert running.returncode == 0, told
+    for left, right in zip(curve(whole), curve(tmp_path), strict=True):
         np.testing.assert_allclose(np.array(right), np.array(left), rtol=1e-5)
 
 
@@ -172,10 +176,12 @@ def test_a_write_that_the_system_refuses(process, tmp_path):
     running = process(folder, *SHORT, "--embed_dim=64", limit=40_000)
     _, told = running.communicate(timeout=120)
     assert running.returncode == 1
-    (line,) = [one for one in told.splitlines() if one.startswith("kvlab train: ")]
-    assert "the checkpoint of step 2 could not be written" in line
-    assert "File too large" in line
-    assert "none is kept: make room, and run the same command again" in line
+    # Not alone: threads of tensorstore may tell of their loop, which Orbax closed.
+    place = folder / "checkpoints" / "step_00000002"
+    assert (
+        f"kvlab train: the checkpoint of step 2 could not be written (cannot write {place}: File "
+        "too large); none is kept: make room, and run the same command again"
+    ) in told
     assert list((folder / "checkpoints").iterdir()) == []
     again = process(folder, *SHORT, "--embed_dim=64")
     assert again.communicate(timeout=120)[1].count("step 6: held-out loss") == 1

@@ -52,6 +52,12 @@ def _optax_promotes():
         yield
 
 
+@functools.cache
+def trainer_of(config, devices=None):
+    """Shared by tests, since each compiles a step."""
+    return Trainer(config, None if devices is None else jax.local_devices()[:devices])
+
+
 def rows(count, seed=0, length=CONFIG.length):
     """Rows of two texts and a place of padding."""
     tokens = np.random.default_rng(seed).integers(0, DECODER.vocab_size, (count, length + 1))
@@ -152,7 +158,7 @@ def test_the_gradient_agrees_with_differences_of_numpy(remat):
 
 
 def test_a_step_is_clipped_adamw():
-    trainer = Trainer(CONFIG)
+    trainer = trainer_of(CONFIG)
     state = trainer.place(initial_state(CONFIG))
     first = initial_state(CONFIG).params
     start = wide(first)
@@ -204,7 +210,7 @@ def test_passes_of_unequal_rows_make_one_step():
     parts = dataclasses.replace(CONFIG, batch=2, accumulate=2)
     states = []
     for config, shape in ((CONFIG, (1, 4)), (parts, (2, 2))):
-        trainer = Trainer(config)
+        trainer = trainer_of(config)
         state = trainer.place(initial_state(config))
         taken = Packed(*(array.reshape(*shape, -1) for array in whole))
         states.append(trainer.step(state, taken))
@@ -217,8 +223,8 @@ def test_passes_of_unequal_rows_make_one_step():
 def test_devices_share_the_rows_and_get_the_loss_of_one():
     assert jax.local_device_count() > 1
     curves = []
-    for devices in (jax.local_devices()[:1], jax.local_devices()):
-        trainer = Trainer(CONFIG, devices)
+    for devices in (1, None):
+        trainer = trainer_of(CONFIG, devices)
         state, curve = trainer.place(initial_state(CONFIG)), []
         for seed in range(5):
             taken = Packed(*(array[None] for array in rows(4, seed)))
