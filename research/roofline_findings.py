@@ -45,8 +45,12 @@ def rate_of(row: Row) -> float:
 
     A limit is what can be reached, and other load only lowers a sample; so STREAM reports it too.
     """
+    return max(_samples(row))
+
+
+def _samples(row: Row) -> list[float]:
     (samples,) = row["repeats"].values()
-    return max(samples)
+    return samples
 
 
 def curve(row: Row, name: str) -> dict[float, float]:
@@ -134,13 +138,16 @@ def _machine(rows: Sequence[Row], run: str) -> list[str]:
 
 
 def _by(rows: Sequence[Row], run: str, limit: str) -> str:
-    """What measured a limit: the fastest of its probes."""
+    """What measured a limit: the fastest of its probes, and where its samples begin."""
     some = [
         row
         for row in of_kind(rows, "limit")
         if row["config"]["limit"] == limit and row["config"].get("run", "") == run
     ]
-    return max(some, key=rate_of)["config"]["by"]
+    by: str = max(some, key=rate_of)["config"]["by"]
+    samples = [one for row in some if row["config"]["by"] == by for one in _samples(row)]
+    low, high = significant(min(samples) / 1e9), significant(max(samples) / 1e9)
+    return by if low == high else f"{by}; samples from {low}"
 
 
 def _phase(variant: str, phase: str, rows: Sequence[Row]) -> list[str]:
@@ -151,11 +158,7 @@ def _phase(variant: str, phase: str, rows: Sequence[Row]) -> list[str]:
         if not some:
             continue
         batches = sorted({row["config"]["batch_size"] for row in some})
-        others = {row["config"]["batch_size"] for row in rows if bound(row) != limit}
-        where = f"batch {_listed(batches)}" if len(some) < len(rows) else "every batch"
-        if others & set(batches):
-            lengths = sorted({row["config"]["prompt_tokens"] for row in some})
-            where += f" (prompts of {_listed(lengths)})"
+        where = _where(some, rows) if len(some) < len(rows) else "every batch"
         intensities = [row["metrics"]["arithmetic_intensity"] for row in some]
         first, *rest = batches
         shares = [f"{_share(some, first)} of the {words} at batch {first}"]
@@ -165,6 +168,24 @@ def _phase(variant: str, phase: str, rows: Sequence[Row]) -> list[str]:
             f"{significant(some[0]['metrics']['ridge'])}), reaching {', '.join(shares)}"
         )
     return [f"{variant}: {phase} is {'; '.join(clauses)}."] if clauses else []
+
+
+def _where(some: Sequence[Row], rows: Sequence[Row]) -> str:
+    """The batches of some of a phase's rows, with prompt lengths where only some are among them."""
+
+    def lengths(of: Sequence[Row], batch: int) -> list[int]:
+        found = {r["config"]["prompt_tokens"] for r in of if r["config"]["batch_size"] == batch}
+        return sorted(found)
+
+    batches = sorted({row["config"]["batch_size"] for row in some})
+    whole_ones = [batch for batch in batches if lengths(some, batch) == lengths(rows, batch)]
+    parts = [f"batch {_listed(whole_ones)}"] if whole_ones else []
+    parts += [
+        f"batch {batch} with prompts of {_listed(lengths(some, batch))}"
+        for batch in batches
+        if batch not in whole_ones
+    ]
+    return " and ".join(parts)
 
 
 def _share(rows: Sequence[Row], batch: int) -> str:

@@ -142,18 +142,18 @@ def test_the_machine_is_its_fastest_probes():
 def test_findings_say_what_binds_and_how_far_the_limit_is():
     machine, prefill, decode, turning, ratio, operators, linear = roofline_findings(ROWS)
     assert machine == (
-        "This machine reads 20.0 GB/s (vectors) and computes 200 GFLOP/s in float32 (dot): its "
-        "ridge is at 10.0 operations a byte."
+        "This machine reads 20.0 GB/s (vectors; samples from 16.0) and computes 200 GFLOP/s in "
+        "float32 (dot; samples from 160): its ridge is at 10.0 operations a byte."
     )
     assert prefill == (
         "gqa: prefill is compute-bound at every batch (40.0 to 80.0 FLOP/byte, ridge 10.0), "
         "reaching 0.50 of the matrix peak at batch 1, 0.60 at batch 8."
     )
     assert decode == (
-        "gqa: decode is compute-bound at batch 32 (prompts of 64) (12.0 FLOP/byte, ridge 10.0), "
-        "reaching 0.30 of the matrix peak at batch 32; memory-bound at batch 1, 8, 32 (prompts of "
-        "64, 512) (0.500 to 8.00 FLOP/byte, ridge 10.0), reaching 0.62 of the bandwidth limit at "
-        "batch 1, 0.41 at batch 8, 0.35 at batch 32."
+        "gqa: decode is compute-bound at batch 32 with prompts of 64 (12.0 FLOP/byte, ridge 10.0), "
+        "reaching 0.30 of the matrix peak at batch 32; memory-bound at batch 1, 8 and batch 32 "
+        "with prompts of 512 (0.500 to 8.00 FLOP/byte, ridge 10.0), reaching 0.62 of the bandwidth "
+        "limit at batch 1, 0.41 at batch 8, 0.35 at batch 32."
     )
     assert turning == (
         "gqa: decode turns compute-bound from batch 21 on at 64 tokens; at no batch at 512 tokens, "
@@ -235,7 +235,7 @@ def test_a_limit_is_the_best_of_all_turns():
         *("25.0 GB/s", "17.5 GB/s"),
         "20.0 GB/s",
     )
-    assert shown.findings[0].startswith("This machine reads 25.0 GB/s (sums)")
+    assert shown.findings[0].startswith("This machine reads 25.0 GB/s (sums; ")
 
 
 def test_a_failed_row_is_named():
