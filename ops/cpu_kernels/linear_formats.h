@@ -92,7 +92,13 @@ inline Floats FromFloat16(const uint16_t* from) {
   return Bits<Floats>(_mm256_cvtph_ps(LoadAs<__m128i>(from)));
 #else
   Floats wide;
-  for (int i = 0; i < kLanes; ++i) wide[i] = LoadAs<_Float16>(from + i);
+  for (int i = 0; i < kLanes; ++i) {
+    // By its bits: not every compiler has a type for it, and XLA's threads take subnormals for 0.
+    const uint32_t sign = (from[i] & 0x8000u) << 16, size = from[i] & 0x7fffu;
+    const float small = static_cast<float>(size) * 0x1p-24f;
+    const uint32_t bits = size < 0x400u ? Bits<uint32_t>(small) : (size << 13) + (112u << 23);
+    wide[i] = Bits<float>(bits | sign);
+  }
   return wide;
 #endif
 }

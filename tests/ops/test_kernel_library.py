@@ -6,8 +6,12 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from kvlab.ops.cpu_kernels import library
+
+KERNELS = pathlib.Path(library.__file__).parent
 USE = """
 import logging
 logging.basicConfig(format="%(message)s")
@@ -33,14 +37,13 @@ def loaded(cache: pathlib.Path, **environment: str) -> tuple[bool, str]:
 
 def test_a_library_that_is_not_whole_is_compiled_again(tmp_path):
     assert loaded(tmp_path) == (True, "")
-    (library,) = (tmp_path / "cpu_kernels").glob("*.so")
-    whole = library.read_bytes()
-    before = library.stat().st_ino
+    (made,) = (tmp_path / "cpu_kernels").glob("*.so")
+    whole, before = made.read_bytes(), made.stat().st_ino
     assert loaded(tmp_path) == (True, "")
-    assert library.stat().st_ino == before  # found, not compiled
-    library.write_bytes(whole[: len(whole) // 2])
+    assert made.stat().st_ino == before  # found, not compiled
+    made.write_bytes(whole[: len(whole) // 2])
     assert loaded(tmp_path) == (True, "")
-    assert len(library.read_bytes()) == len(whole)
+    assert len(made.read_bytes()) == len(whole)
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,16 @@ def test_what_spoils_the_library_is_one_line(environment, said, tmp_path):
     assert logged.startswith("CPU kernels are off, everything runs through XLA: ")
     assert logged.endswith(said)
     assert "\n" not in logged
+
+
+@pytest.mark.parametrize("source", sorted(path.name for path in KERNELS.glob("*.cc")))
+def test_the_kernels_build_for_arm(source, tmp_path):
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("no aarch64-linux-gnu-g++ here")
+    flags = [flag for flag in library._FLAGS.split() if flag not in ("-march=native", "-shared")]
+    command = [compiler, *flags, f"-isystem{jax.ffi.include_dir()}", "-c", str(KERNELS / source)]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "built.o")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
