@@ -49,7 +49,8 @@ class ScriptedSession:
         self.calls: list[tuple] = []
         self.stalls_at: int | None = None
 
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+    def prefill(self, prompts: Mapping[int, Sequence[int]], *, hidden: bool) -> None:
+        assert not hidden  # nobody asked for hidden states
         for slot, ids in prompts.items():
             assert slot not in self.waiting
             self.calls.append(("prefill", slot))
