@@ -26,7 +26,9 @@ def loaded(cache: pathlib.Path, **environment: str) -> tuple[bool, str]:
     """Whether a fresh process has the kernels, and what it logged."""
     done = subprocess.run(
         [sys.executable, "-c", USE],
-        env=os.environ | {"KVLAB_CACHE": str(cache), "CXXFLAGS": "-O0"} | environment,
+        env=os.environ
+        | {"KVLAB_CACHE": str(cache), "CXX": str(COMPILER), "CXXFLAGS": "-O0"}
+        | environment,
         capture_output=True,
         text=True,
         check=True,
