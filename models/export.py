@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from kvlab.models.checkpoints.gguf_export import save_gguf
 from kvlab.models.checkpoints.hf_export import save_huggingface
 from kvlab.models.checkpoints.orbax import tokenizer_files
-from kvlab.models.checkpoints.writing import written_whole
 from kvlab.models.load import Model, save_model
 from kvlab.models.tokenizers import ByteTokenizer, Tokenizer
 from kvlab.models.tokenizers.folder_config import read_folder_config
@@ -53,10 +52,7 @@ def export_model(
     """
     match form:
         case "kvlab":
-            cast = _cast(model, dtype)
-            nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(cast.params))
-            with written_whole(path, nbytes, overwrite) as folder:
-                save_model(folder, cast)
+            save_model(path, _cast(model, dtype), overwrite)
         case "huggingface":
             save_huggingface(
                 path,

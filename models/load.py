@@ -83,13 +83,13 @@ def load_model(name: str, param_dtype: str | None = None, dtype: str | None = No
     return Model(name, _with_dtypes(config, None, dtype), params, load_tokenizer(path), path)
 
 
-def save_model(path: str | os.PathLike[str], model: Model) -> None:
+def save_model(path: str | os.PathLike[str], model: Model, overwrite: bool = False) -> None:
     """Writes a model as a kvlab checkpoint, with its tokenizer; see `save_checkpoint`."""
     if isinstance(model.tokenizer, ByteTokenizer):
-        save_checkpoint(path, model.config, model.params, "bytes")
+        save_checkpoint(path, model.config, model.params, "bytes", overwrite=overwrite)
     else:
         files = [] if model.path is None else tokenizer_files(model.path)
-        save_checkpoint(path, model.config, model.params, files)
+        save_checkpoint(path, model.config, model.params, files, overwrite=overwrite)
 
 
 def _with_dtypes(

@@ -16,7 +16,6 @@ import os
 import pathlib
 import re
 import shutil
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from flax import traverse_util
 from kvlab.models.checkpoints.errors import CheckpointError
 from kvlab.models.checkpoints.gguf_file import copy_metadata
 from kvlab.models.checkpoints.tree import flat_shapes, nest
+from kvlab.models.checkpoints.writing import written_whole
 from kvlab.models.config import DecoderConfig
 from kvlab.models.config_json import config_from_json, config_to_json
 
@@ -78,59 +78,44 @@ def save_checkpoint(
     params: dict,
     tokenizer: Iterable[str | os.PathLike[str]] | Literal["bytes"] = (),
     training: Mapping[str, jax.Array] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes a checkpoint; the folder appears under its name when it is complete.
 
     Whatever fails, a full disk too, leaves nothing of it and everything else as it was.
 
     Args:
-      path: a folder that does not exist yet.
+      path: the folder.
       config: the decoder.
       params: its parameters, in `config.param_dtype`.
       tokenizer: the files that `tokenizer_files` lists, of which a GGUF file is kept without its
         tensors; or "bytes".
       training: arrays by name that training needs to go on; None where it has ended.
+      overwrite: whether a model that is there may be replaced.
 
     Raises:
-      CheckpointError: the path exists or cannot be written, or the parameters are not the config's.
+      CheckpointError: the path is taken or cannot be written, or the parameters are not the
+        config's.
     """
-    path = pathlib.Path(path).absolute()
-    if path.exists():
-        raise CheckpointError(f"{path} exists already; give a new name, or remove it first")
     flat: Any = traverse_util.flatten_dict(params, sep="/")
     nest(flat, config)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _require_room(path, [params, training])
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
-            folder = pathlib.Path(scratch) / path.name
-            folder.mkdir()
-            _save_arrays(path, folder / _PARAMS, params)
-            if training is not None:
-                _save_arrays(path, folder / _TRAINING, dict(training))
-            if tokenizer == "bytes":
-                (folder / BYTE_TOKENIZER).touch()
-            else:
-                _copy_tokenizer(map(pathlib.Path, tokenizer), folder)
-            files = json.dumps(_files(folder), indent=2)
-            (folder / _FILES).write_text(files + "\n", encoding="utf-8")
-            (folder / CONFIG_FILE).write_text(config_to_json(config), encoding="utf-8")
-            os.rename(folder, path)
-    except OSError as error:
-        where = error.filename or path
-        raise CheckpointError(f"cannot write {path}: {where}: {error.strerror}") from error
+    # Refused before Orbax writes: where a disk fills up, its threads print pages.
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves([params, training])) + _SPARE_BYTES
+    with written_whole(path, nbytes, overwrite) as folder:
+        folder.mkdir()
+        _save_arrays(path, folder / _PARAMS, params)
+        if training is not None:
+            _save_arrays(path, folder / _TRAINING, dict(training))
+        if tokenizer == "bytes":
+            (folder / BYTE_TOKENIZER).touch()
+        else:
+            _copy_tokenizer(map(pathlib.Path, tokenizer), folder)
+        files = json.dumps(_files(folder), indent=2)
+        (folder / _FILES).write_text(files + "\n", encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(config_to_json(config), encoding="utf-8")
 
 
-def _require_room(path: pathlib.Path, arrays: Any) -> None:
-    """Refuses before Orbax writes: where a disk fills up, its threads print pages."""
-    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) + _SPARE_BYTES
-    free = shutil.disk_usage(path.parent).free
-    if free < needed:
-        sizes = f"it takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
-        raise CheckpointError(f"cannot write {path}: {sizes}")
-
-
-def _save_arrays(path: pathlib.Path, folder: pathlib.Path, arrays: Any) -> None:
+def _save_arrays(path: str | os.PathLike[str], folder: pathlib.Path, arrays: Any) -> None:
     """Writes a part of the checkpoint that will be `path`."""
     try:
         with _told_once(), ocp.StandardCheckpointer() as checkpointer:
