@@ -5,12 +5,14 @@ import os
 import pathlib
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 
 from kvlab.models.checkpoints.errors import CheckpointError
 
 _CONFIGS = ("kvlab.json", "config.json")
 _MAGIC = b"GGUF"
+_REMOVALS, _BETWEEN_REMOVALS_S = 40, 0.05
 
 
 @contextlib.contextmanager
@@ -38,17 +40,31 @@ def written_whole(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _check_room(path, target.parent, nbytes)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-            fresh = pathlib.Path(scratch) / target.name
-            try:
-                yield fresh
-            except CheckpointError as error:
-                raise CheckpointError(str(error).replace(str(fresh), str(path))) from error
-            _exchange(fresh, target, pathlib.Path(scratch) / f"{target.name}.replaced")
+        scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        fresh = scratch / target.name
+        try:
+            yield fresh
+            _exchange(fresh, target, scratch / f"{target.name}.replaced")
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(fresh), str(path))) from error
+        finally:
+            _remove(scratch)
     except OSError as error:
         raise CheckpointError(
             f"cannot write {path}: {error.filename or path}: {error.strerror or error}"
         ) from error
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """Removes a folder in which threads of a writer that has failed may still be at work.
+
+    What cannot be removed stays: the reason why nothing was written is worth more.
+    """
+    for _ in range(_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(_BETWEEN_REMOVALS_S)
 
 
 def check_free(path: str | os.PathLike[str], overwrite: bool = False) -> None:

@@ -1,10 +1,13 @@
 """What is written comes back in bits, in every form, or is refused in one line."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import resource
 import shutil
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +15,13 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
+from kvlab.models.checkpoints.errors import CheckpointError
 from kvlab.models.checkpoints.expressible import with_scale_offset
 from kvlab.models.checkpoints.gguf import load_gguf
 from kvlab.models.checkpoints.gguf_export import save_gguf
 from kvlab.models.checkpoints.hf_export import save_huggingface
 from kvlab.models.checkpoints.huggingface import load_huggingface
+from kvlab.models.checkpoints.writing import written_whole
 from kvlab.models.config import DecoderConfig, LayerNorm, RMSNorm
 from kvlab.models.export import FORMATS, export_model
 from kvlab.models.load import Model, load_model
@@ -270,3 +275,26 @@ def test_config_json_says_what_transformers_reads(tiny, tmp_path):
     assert (said["torch_dtype"], said["eos_token_id"]) == ("bfloat16", [2])
     assert said["rope_scaling"]["rope_type"] == "llama3"
     assert isinstance(config, DecoderConfig)
+
+
+def test_a_writer_whose_threads_go_on_does_not_hide_why_it_failed(tmp_path):
+    late: list[threading.Thread] = []
+
+    def go_on(folder):
+        for number in range(60):
+            with contextlib.suppress(FileNotFoundError):
+                (folder / f"late-{number}").touch()
+            time.sleep(0.005)
+
+    def write():
+        with written_whole(tmp_path / "model", 0) as folder:
+            folder.mkdir()
+            late.append(threading.Thread(target=go_on, args=(folder,)))
+            late[0].start()
+            time.sleep(0.02)
+            raise CheckpointError(f"cannot write {folder}: the disk said no")
+
+    with pytest.raises(CheckpointError, match=r"cannot write .*: the disk said no"):
+        write()
+    late[0].join()
+    assert list(tmp_path.iterdir()) == []
