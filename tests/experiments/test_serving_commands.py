@@ -14,6 +14,12 @@ import pytest
 from kvlab.research.results import read_manifest, read_rows
 
 TINY = ("--model=random:tiny-gqa", "--num_requests=12", "--length_scale=0.1", "--rate=50")
+# Tests that run in the background (`make test &`) have interrupts off, and so would their commands.
+HEARING = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("kvlab.experiments.serve_trace", run_name="__main__", alter_sys=True)
+"""
 
 
 def page(folder):
@@ -141,7 +147,7 @@ def test_requests_that_can_never_be_served_are_rows_with_their_reason(kvlab, tmp
     "how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
 )
 def test_a_run_that_is_stopped_keeps_what_has_ended_and_goes_on(how, tmp_path):
-    command = [sys.executable, "-m", "kvlab.experiments.serve_trace", *TINY, "--rate=1.5"]
+    command = [sys.executable, "-c", HEARING, *TINY, "--rate=1.5"]
     command += ["--placement=paged", f"--out={tmp_path}/run"]
     results = tmp_path / "run" / "results.jsonl"
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as running:
