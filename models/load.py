@@ -1,11 +1,13 @@
 """The one way to get a model, whatever form it lies in."""
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvlab.models.checkpoints.errors import CheckpointError
 from kvlab.models.checkpoints.gguf import load_gguf
@@ -13,6 +15,7 @@ from kvlab.models.checkpoints.huggingface import load_huggingface
 from kvlab.models.checkpoints.orbax import (
     BYTE_TOKENIZER,
     GGUF_TOKENIZER,
+    TokenizerFiles,
     is_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -85,11 +88,23 @@ def load_model(name: str, param_dtype: str | None = None, dtype: str | None = No
 
 def save_model(path: str | os.PathLike[str], model: Model, overwrite: bool = False) -> None:
     """Writes a model as a kvlab checkpoint, with its tokenizer; see `save_checkpoint`."""
+    save_checkpoint(path, model.config, model.params, tokenizer_of(model), overwrite=overwrite)
+
+
+def params_sha256(params: dict) -> str:
+    """What tells these parameters from others: a hash of their names and bytes."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_of(model: Model) -> TokenizerFiles:
+    """What `save_checkpoint` wants of a model's tokenizer."""
     if isinstance(model.tokenizer, ByteTokenizer):
-        save_checkpoint(path, model.config, model.params, "bytes", overwrite=overwrite)
-    else:
-        files = [] if model.path is None else tokenizer_files(model.path)
-        save_checkpoint(path, model.config, model.params, files, overwrite=overwrite)
+        return "bytes"
+    return [] if model.path is None else tokenizer_files(model.path)
 
 
 def _with_dtypes(

@@ -4,8 +4,10 @@ Axes: A passes of a step, B rows of a pass, T tokens that a row predicts (it hol
 vocabulary. Rows are split over the devices of a mesh, the state is on each of them.
 """
 
+import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from kvlab.models.config import DecoderConfig
 from kvlab.models.decoder import Decoder
 from kvlab.models.random_params import random_params
 from kvlab.ops.segments import PADDING
+from kvlab.research.environment import usable_cores
 from kvlab.research.training_config import OptimizerConfig, TrainingConfig
 
 _AXIS = "data"
@@ -77,9 +80,14 @@ def schedule_of(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-def initial_state(config: TrainingConfig) -> TrainState:
-    """The state before the first step; the config's seed decides it."""
-    params = random_params(config.decoder, config.seed)
+def initial_state(config: TrainingConfig, params: dict | None = None) -> TrainState:
+    """The state before the first step.
+
+    Args:
+      config: the run; its seed decides the order of rows.
+      params: float32, of a model that is trained further; drawn with the seed if not given.
+    """
+    params = random_params(config.decoder, config.seed) if params is None else params
     return TrainState(
         params=params,
         optimizer=optimizer_of(config.optimizer, config.steps).init(params),
@@ -156,6 +164,30 @@ class Compiled(NamedTuple):
 
     seconds: float
     working_bytes: int | None  # that a step holds beside its state and rows, a device
+
+
+def share_cpu(batch: int, wanted: int | None = None) -> None:
+    """Makes a device of every core of a CPU, before JAX begins, so that each works on its own rows.
+
+    XLA splits only some operations over cores (a step took 1.5 times as long on one device as on
+    two, 2 cores). Where JAX has begun, or `XLA_FLAGS` names a number of devices, that stays.
+
+    Args:
+      batch: rows that the devices share.
+      wanted: devices; the largest number up to the cores that splits the batch if not given.
+
+    Raises:
+      ValueError: another number of devices than the wanted one is there.
+    """
+    count = wanted or max(n for n in range(1, usable_cores() + 1) if batch % n == 0)
+    if wanted or "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has begun
+            jax.config.update("jax_num_cpu_devices", count)
+    if wanted and jax.default_backend() == "cpu" and jax.local_device_count() != wanted:
+        raise ValueError(
+            f"cpu_devices={wanted} given, and JAX has begun with {jax.local_device_count()} here; "
+            "leave cpu_devices out, or begin with it"
+        )
 
 
 class Trainer:

@@ -14,7 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from kvlab.models.checkpoints.errors import CheckpointError
-from kvlab.models.checkpoints.orbax import load_checkpoint, load_training, save_checkpoint
+from kvlab.models.checkpoints.orbax import (
+    TokenizerFiles,
+    load_checkpoint,
+    load_training,
+    save_checkpoint,
+)
 from kvlab.models.config import DecoderConfig
 from kvlab.research.training import TrainState, initial_state
 from kvlab.research.training_config import TrainingConfig, TrainingError
@@ -27,14 +32,14 @@ class Checkpoints:
     """The folder of a run's checkpoints, held by this process."""
 
     def __init__(
-        self, folder: pathlib.Path, config: TrainingConfig, tokenizer: pathlib.Path
+        self, folder: pathlib.Path, config: TrainingConfig, tokenizer: TokenizerFiles
     ) -> None:
         """Takes the folder, and clears away what a killed process was writing.
 
         Args:
           folder: of the checkpoints; it is made when one is written.
           config: of the run.
-          tokenizer: the file that goes with every checkpoint.
+          tokenizer: what goes with every checkpoint.
         """
         self.folder = folder
         self._config = config
@@ -69,9 +74,7 @@ class Checkpoints:
         try:
             if path.exists():
                 shutil.rmtree(path)  # it was skipped, or training would have begun after it
-            save_checkpoint(
-                path, self._config.decoder, host.params, [self._tokenizer], _arrays(host)
-            )
+            save_checkpoint(path, self._config.decoder, host.params, self._tokenizer, _arrays(host))
         except (CheckpointError, OSError) as error:
             raise TrainingError(self._not_written(step, error)) from error
         for old in [one for one in self.steps() if one <= step][self._config.keep :]:

@@ -34,7 +34,7 @@ class OptimizerConfig:
 
     learning_rate: float = 3e-3
     final_share: float = 0.1
-    warmup_steps: int = 50
+    warmup_steps: int = 100
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -76,9 +76,9 @@ class TrainingConfig:
 
     decoder: DecoderConfig
     length: int = 256
-    batch: int = 16
+    batch: int = 8
     accumulate: int = 1
-    steps: int = 600
+    steps: int = 1200
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     remat: bool = False
     seed: int = 0

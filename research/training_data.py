@@ -126,7 +126,8 @@ class TrainingData:
     """What a run trains on and is judged by.
 
     Attributes:
-      tokenizer_model: the bytes of the SentencePiece model.
+      tokenizer_model: the bytes of the SentencePiece model that was trained; None where a tokenizer
+        was given.
       rows: to train on.
       held_out: never trained on.
       tokens: of the documents to train on, their ends included.
@@ -134,7 +135,7 @@ class TrainingData:
       held_out_bytes: of the held-out text.
     """
 
-    tokenizer_model: bytes
+    tokenizer_model: bytes | None
     rows: Packed
     held_out: Packed
     tokens: int
@@ -150,18 +151,18 @@ class TrainingData:
 def prepare(
     texts: Sequence[Text],
     *,
-    vocab_size: int,
+    tokenizer: int | Tokenizer,
     length: int,
     held_out: float,
     separator: str | None = None,
 ) -> TrainingData:
-    """Trains a tokenizer on the texts and packs them.
+    """Trains a tokenizer on the texts, unless there is one, and packs them.
 
     The end of every text is held out, from the tokenizer too.
 
     Args:
       texts: what there is.
-      vocab_size: pieces of the tokenizer.
+      tokenizer: a tokenizer, or the number of pieces of one that is trained.
       length: T.
       held_out: share of each text that is held out, above 0 and below 1.
       separator: stands between the documents of a text; None: a text is one document.
@@ -174,12 +175,19 @@ def prepare(
         raise TrainingError(f"held_out={held_out} given; it must be above 0 and below 1, as 0.1")
     parts = [split_held_out(text.content, held_out) for text in texts]
     train, other = ([part[i] for part in parts] for i in range(2))
-    model, tokenizer = _trained_tokenizer(train, vocab_size)
-    assert tokenizer.bos_id is not None
+    model = None
+    if isinstance(tokenizer, int):
+        model, tokenizer = _trained_tokenizer(train, tokenizer)
+    encode, first, last = tokenizer.encode, tokenizer.bos_id, tokenizer.eos_ids[:1]
+    if not last:
+        raise TrainingError(
+            f"the tokenizer {tokenizer.name} has no token that ends a text, so texts cannot be "
+            "told apart; start from a model that has one"
+        )
 
     def encoded(contents: Sequence[str]) -> list[list[int]]:
         whole = (one for content in contents for one in documents(content, separator))
-        return [[*tokenizer.encode(one), tokenizer.eos_ids[0]] for one in whole]
+        return [[*encode(one), *last] for one in whole]
 
     trained, judged = encoded(train), encoded(other)
     count, judged_count = sum(map(len, trained)), sum(map(len, judged))
@@ -192,10 +200,11 @@ def prepare(
         raise TrainingError(
             f"held_out={held_out} holds no text out; give more text, or a larger share"
         )
+    begin = last[0] if first is None else first  # as GPT-2 and Qwen do
     return TrainingData(
         tokenizer_model=model,
-        rows=pack(trained, length, tokenizer.bos_id),
-        held_out=pack(judged, length, tokenizer.bos_id),
+        rows=pack(trained, length, begin),
+        held_out=pack(judged, length, begin),
         tokens=count,
         held_out_tokens=judged_count,
         held_out_bytes=sum(len(content.encode()) for content in other),

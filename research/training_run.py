@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvlab.models.checkpoints.errors import CheckpointError
-from kvlab.models.checkpoints.orbax import load_checkpoint, save_checkpoint
+from kvlab.models.checkpoints.orbax import TokenizerFiles, load_checkpoint, save_checkpoint
+from kvlab.models.load import Model, tokenizer_of
 from kvlab.models.presets import parameter_count
 from kvlab.research.machine import measure, memory_bytes, probes
 from kvlab.research.operators import LayerWork, step_operators, total
@@ -36,13 +37,16 @@ _LARGEST_LOG = 700.0  # a float64 holds no larger power
 _BACKWARD = 2  # a backward pass multiplies twice what a forward one does
 
 
-def run_training(config: TrainingConfig, data: TrainingData, folder: RunFolder) -> list[Row]:
+def run_training(
+    config: TrainingConfig, data: TrainingData, folder: RunFolder, start: Model | None = None
+) -> list[Row]:
     """Trains, or goes on where an earlier run of the folder was stopped.
 
     Args:
       config: the run.
       data: its texts, packed with its length.
       folder: open; `model` in it is the trained model when this returns.
+      start: what is trained further, in float32, with its tokenizer; a new model if not given.
 
     Returns:
       The newest row of each point.
@@ -51,10 +55,18 @@ def run_training(config: TrainingConfig, data: TrainingData, folder: RunFolder) 
       TrainingError: a loss or gradient that is not finite, or a checkpoint that cannot be written.
     """
     trainer = Trainer(config)  # before anything is written
-    tokenizer = _keep_tokenizer(folder.path / TOKENIZER_FILE, data.tokenizer_model)
+    if data.tokenizer_model is not None:
+        tokenizer: TokenizerFiles = [
+            _keep_tokenizer(folder.path / TOKENIZER_FILE, data.tokenizer_model)
+        ]
+    else:
+        assert start is not None
+        tokenizer = tokenizer_of(start)
     checkpoints = Checkpoints(folder.path / FOLDER, config, tokenizer)
     found, skipped = checkpoints.newest()
-    state = trainer.place(initial_state(config) if found is None else found)
+    if found is None:
+        found = initial_state(config, None if start is None else start.params)
+    state = trainer.place(found)
     done = int(state.step)
     with progress(config.steps, "train", done=done, unit="steps") as report:
         for sentence in skipped:
@@ -187,7 +199,7 @@ class _Run:
         self._append("limit", 0, {"peak_flops_per_s": peak}, started, began)
         return peak
 
-    def finish(self, state: TrainState, tokenizer: pathlib.Path) -> None:
+    def finish(self, state: TrainState, tokenizer: TokenizerFiles) -> None:
         """Writes the trained model, and the row that describes it."""
         path = self.folder.path / MODEL_FOLDER
         for partial in self.folder.path.glob(f".{MODEL_FOLDER}-*"):
@@ -195,7 +207,7 @@ class _Run:
         if not _is_good(path):
             shutil.rmtree(path, ignore_errors=True)
             params = jax.tree.map(jnp.asarray, jax.device_get(state.params))
-            save_checkpoint(path, self.config.decoder, params, [tokenizer])
+            save_checkpoint(path, self.config.decoder, params, tokenizer)
         step = self.config.steps
         if self.folder.finished(self._point("model", step), self.config.seed) is not None:
             return

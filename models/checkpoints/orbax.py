@@ -17,8 +17,8 @@ import pathlib
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 import orbax.checkpoint as ocp
@@ -34,6 +34,9 @@ from kvlab.models.config_json import config_from_json, config_to_json
 CONFIG_FILE = "kvlab.json"
 GGUF_TOKENIZER = "tokenizer.gguf"
 BYTE_TOKENIZER = "tokenizer.bytes"
+TokenizerFiles: TypeAlias = Sequence[str | os.PathLike[str]] | Literal["bytes"]
+"""The files that `tokenizer_files` lists, or "bytes"."""
+
 _FILES = "files.json"
 _PARAMS = "params"
 _TRAINING = "training"
@@ -76,7 +79,7 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     config: DecoderConfig,
     params: dict,
-    tokenizer: Iterable[str | os.PathLike[str]] | Literal["bytes"] = (),
+    tokenizer: TokenizerFiles = (),
     training: Mapping[str, jax.Array] | None = None,
     overwrite: bool = False,
 ) -> None:

@@ -233,3 +233,46 @@ def test_an_empty_text_is_one_line(kvlab, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     shown = kvlab("train", *SHORT, f"--data={tmp_path}/empty.txt")
     assert "empty.txt is empty; give a file of text to train on" in shown.error
+
+
+def test_training_further(kvlab, story, tmp_path):
+    """A model given fewer KV heads and trained on: its own numbers, tokenizer and shape."""
+    pooled, run = tmp_path / "mqa", tmp_path / "run"
+    start = tmp_path / "mha"
+    shown = kvlab(
+        "train", *SHORT, f"--data={story}", f"--out={start}", "--num_kv_heads=2", "--seed=3"
+    )
+    assert shown.status == 0, shown.err
+    assert kvlab("convert", f"--model={start}/model", "--attention=mqa", f"--out={pooled}").status == 0
+    further = ("--length=16", "--batch=4", "--steps=3", "--warmup_steps=1", "--log_every=1")
+    rates = ("--learning_rate=1e-12", "--eval_every=3", "--checkpoint_every=3")
+    arguments = (f"--init={pooled}", f"--data={story}", f"--out={run}", *further, *rates)
+    shown = kvlab("train", *arguments)
+    assert shown.status == 0, shown.err
+    before, after = load_model(str(pooled)), load_model(str(run / "model"))
+    assert after.config == before.config
+    assert after.config.kv_heads == (1,)
+    assert after.tokenizer.encode("decode reads") == before.tokenizer.encode("decode reads")
+    for left, right in zip(
+        jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True
+    ):
+        np.testing.assert_allclose(right, left, atol=1e-10)
+    losses, _ = curve(run)
+    assert losses[0][1] < np.log(300) - 0.02  # it has learned
+
+    refused = kvlab("train", *arguments, "--num_kv_heads=2")
+    assert "--num_kv_heads given, and --init has a shape of its own" in refused.error
+    other = kvlab("train", f"--init={start}/model", *arguments[1:])
+    assert other.status == 1
+    assert "init is" in other.error
+
+
+def test_bytes_are_a_tokenizer_to_train_further_with(kvlab, story, tmp_path):
+    further = ("--length=16", "--batch=2", "--steps=2", "--warmup_steps=1", "--log_every=2")
+    every = ("--eval_every=2", "--checkpoint_every=2")
+    shown = kvlab(
+        "train", "--init=random:tiny-gqa", f"--data={story}", f"--out={tmp_path}", *further, *every
+    )
+    assert shown.status == 0, shown.err
+    loaded = load_model(str(tmp_path / "model"))
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("reads")) == "reads"

@@ -38,8 +38,8 @@ CONFIG = TrainingConfig(
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    return Checkpoints(tmp_path / "checkpoints", CONFIG, tmp_path / "tokenizer.model")
+    ([tmp_path / "tokenizer.model"]).write_bytes(b"")
+    return Checkpoints(tmp_path / "checkpoints", CONFIG, [tmp_path / "tokenizer.model"])
 
 
 def at(step):
@@ -98,7 +98,7 @@ def test_what_a_killed_process_was_writing_goes(checkpoints, tmp_path):
     partial = tmp_path / "checkpoints" / ".step_00000004-x1y2" / "step_00000004"
     partial.mkdir(parents=True)
     assert checkpoints.newest() == (None, [])
-    Checkpoints(tmp_path / "checkpoints", CONFIG, tmp_path / "tokenizer.model")
+    Checkpoints(tmp_path / "checkpoints", CONFIG, [tmp_path / "tokenizer.model"])
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -147,7 +147,7 @@ def test_room_is_asked_for_before_anything_is_written(checkpoints, monkeypatch):
 def test_one_of_another_decoder_is_refused(checkpoints, tmp_path):
     checkpoints.save(at(1))
     other = dataclasses.replace(CONFIG, decoder=dataclasses.replace(DECODER, num_kv_heads=2))
-    wanted = Checkpoints(tmp_path / "checkpoints", other, tmp_path / "tokenizer.model")
+    wanted = Checkpoints(tmp_path / "checkpoints", other, [tmp_path / "tokenizer.model"])
     with pytest.raises(
         TrainingError, match=r"num_kv_heads is \(1,\) there and \(2,\) here\); name"
     ):
