@@ -20,8 +20,8 @@ MANY: Literal["many"] = "many"
 
 DEFAULT_MODEL = "smollm2-135m"
 _MODEL_HELP = (
-    "a fetched model (smollm2-135m), a Hugging Face folder, a .gguf file, a kvlab checkpoint, or "
-    "random:<preset> (random:tiny-gqa)"
+    "a fetched model (smollm2-135m), one that comes with kvlab (shakespeare-gqa4), a Hugging Face "
+    "folder, a .gguf file, a kvlab checkpoint, or random:<preset> (random:tiny-gqa)"
 )
 
 

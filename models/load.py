@@ -22,7 +22,7 @@ from kvlab.models.checkpoints.orbax import (
     tokenizer_files,
 )
 from kvlab.models.config import DecoderConfig
-from kvlab.models.fetch import REMOTE_MODELS, fetched_path
+from kvlab.models.named import model_names, named_path
 from kvlab.models.presets import preset
 from kvlab.models.random_params import random_params
 from kvlab.models.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
@@ -55,8 +55,9 @@ def load_model(name: str, param_dtype: str | None = None, dtype: str | None = No
     """Loads a model.
 
     Args:
-      name: the name of a fetched model, a Hugging Face folder, a `.gguf` file, a kvlab checkpoint,
-        or `random:<preset>` (weights drawn with seed 0, byte tokenizer).
+      name: of a fetched model or of one that comes with kvlab (`kvlab.models.named`), a Hugging
+        Face folder, a `.gguf` file, a kvlab checkpoint, or `random:<preset>` (weights drawn with
+        seed 0, byte tokenizer).
       param_dtype: dtype of the parameters; None is float32, or what a kvlab checkpoint has.
       dtype: dtype of the computation; None is the config's (float32 unless a kvlab checkpoint says
         otherwise).
@@ -71,7 +72,7 @@ def load_model(name: str, param_dtype: str | None = None, dtype: str | None = No
         config = _with_dtypes(config, param_dtype, dtype)
         params = random_params(config, _RANDOM_SEED)
         return Model(name, config, params, ByteTokenizer(config.vocab_size), None)
-    path = fetched_path(name) if name in REMOTE_MODELS else pathlib.Path(name)
+    path = named_path(name) or pathlib.Path(name)
     if path.is_dir() and is_checkpoint(path):
         stored, params = load_checkpoint(path)
         config = _with_dtypes(stored, param_dtype, dtype)
@@ -127,6 +128,6 @@ def _checkpoint_tokenizer(path: pathlib.Path, config: DecoderConfig) -> Tokenize
 def _not_a_model(name: str, path: pathlib.Path) -> str:
     found = "is a file that is no .gguf" if path.exists() else "does not exist"
     return (
-        f"model {name!r} {found}; give a fetched name ({', '.join(sorted(REMOTE_MODELS))}), a "
-        "Hugging Face folder, a .gguf file, a kvlab checkpoint or random:<preset> (random:tiny-gqa)"
+        f"model {name!r} {found}; give a name ({model_names()}), a Hugging Face folder, a .gguf "
+        "file, a kvlab checkpoint or random:<preset> (random:tiny-gqa)"
     )

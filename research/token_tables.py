@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvlab.models.fetch import REMOTE_MODELS, fetched_path
+from kvlab.models.named import model_names, named_path
 from kvlab.models.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from kvlab.research.tables import format_table
 from kvlab.research.token_study import measure, nearest_neighbours, pieces
@@ -24,7 +24,7 @@ def named_tokenizer(name: str) -> tuple[str, Tokenizer]:
     """Loads a tokenizer for a table.
 
     Args:
-      name: a fetched model, a folder or file that `load_tokenizer` takes, or `bytes`.
+      name: a model that has a name, a folder or file that `load_tokenizer` takes, or `bytes`.
 
     Returns:
       A short name to show, and the tokenizer.
@@ -35,18 +35,20 @@ def named_tokenizer(name: str) -> tuple[str, Tokenizer]:
     """
     if name == BYTES:
         return name, ByteTokenizer()
-    remote = name in REMOTE_MODELS
-    path = fetched_path(name) if remote else pathlib.Path(name)
+    named = named_path(name)
+    path = named or pathlib.Path(name)
     if not path.exists():
-        legal = ", ".join([*REMOTE_MODELS, BYTES])
-        raise ValueError(f"tokenizer {name!r} does not exist; give a folder, a file, or: {legal}")
+        raise ValueError(
+            f"tokenizer {name!r} does not exist; give a folder, a file, {BYTES} or a name "
+            f"({model_names()})"
+        )
     try:
         tokenizer = load_tokenizer(path)
     except ValueError as error:
         raise ValueError(f"tokenizer {name}: {error}") from error
     if tokenizer is None:
         raise ValueError(f"there is no tokenizer in {name}")
-    if remote:
+    if named:
         return name, tokenizer
     path = path.resolve()
     return path.name if path.is_dir() else f"{path.parent.name}/{path.name}", tokenizer

@@ -107,7 +107,7 @@ def test_a_wrong_checkpoint_is_one_line(kvlab, tmp_path, tiny_folder, tokens, ca
         ("[[1]]", ["--attention=gqa:4"], "use gqa:3, mha or mqa"),
         ("[[1]]", ["--out=absent/logits.npz"], "cannot write absent/logits.npz: No such file"),
         ("[[1]]", ["--tokens=absent.json"], "absent.json: No such file or directory"),
-        ("[[1]]", ["--model=absent"], "model 'absent' does not exist; give a fetched name"),
+        ("[[1]]", ["--model=absent"], "model 'absent' does not exist; give a name (smollm2-135m"),
         ("[[1]]", ["--model=random:tiny"], "preset 'tiny' is not known; legal values"),
     ],
 )

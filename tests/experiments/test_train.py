@@ -243,7 +243,9 @@ def test_training_further(kvlab, story, tmp_path):
         "train", *SHORT, f"--data={story}", f"--out={start}", "--num_kv_heads=2", "--seed=3"
     )
     assert shown.status == 0, shown.err
-    assert kvlab("convert", f"--model={start}/model", "--attention=mqa", f"--out={pooled}").status == 0
+    assert (
+        kvlab("convert", f"--model={start}/model", "--attention=mqa", f"--out={pooled}").status == 0
+    )
     further = ("--length=16", "--batch=4", "--steps=3", "--warmup_steps=1", "--log_every=1")
     rates = ("--learning_rate=1e-12", "--eval_every=3", "--checkpoint_every=3")
     arguments = (f"--init={pooled}", f"--data={story}", f"--out={run}", *further, *rates)

@@ -124,7 +124,7 @@ def test_a_path_that_is_not_there(name):
         load_model(name)
     message = str(caught.value)
     assert "\n" not in message
-    assert f"model '{name}' does not exist; give a fetched name (smollm2-135m), a" in message
+    assert f"model '{name}' does not exist; give a name (smollm2-135m, shakespeare-" in message
     assert "a .gguf file, a kvlab checkpoint or random:<preset>" in message
 
 

@@ -170,7 +170,7 @@ def test_an_experiment_file_that_is_wrong_says_what_is_wanted(tmp_path):
 
 def test_shipped_experiments_are_lab_notes():
 
-    for name in ("attention_cache", "per_layer"):
+    for name in ("attention_cache", "per_layer", "shipped"):
         assert load_experiment(name).name == name
         note = importlib.import_module(f"kvlab.experiments.configs.{name}").__doc__ or ""
         for part in ("Question:", "Source:", "Expected:", f"Command: kvlab sweep --config={name}"):

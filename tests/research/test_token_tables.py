@@ -49,7 +49,7 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, monkeypatch):
         (
             tmp_path / "absent",
             ValueError,
-            "does not exist; give a folder, a file, or: smollm2-135m",
+            "does not exist; give a folder, a file, bytes or a name (smollm2-135m",
         ),
         (tmp_path, ValueError, "there is no tokenizer in"),
         (wrong, ValueError, f"tokenizer {wrong}: not a SentencePiece model"),
