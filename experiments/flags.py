@@ -265,6 +265,23 @@ _SHARED = {
 }
 
 
+def _separator(written: str) -> str:
+    if not written:
+        raise ValueError(r"a text is wanted, as \n\n for an empty line")
+    return written.replace("\\n", "\n")
+
+
+TEXT_FLAGS: dict[str, Any] = {
+    "data": Flag(comma_list(text), "FILE,...", "texts to train on, UTF-8"),
+    "separator": Flag(
+        _separator,
+        "TEXT",
+        r"between the documents of a text (\n is a line end); a text is one if absent",
+    ),
+    "held_out": Flag(number, "X", "share of each text that is held out, from its end", 0.1),
+}
+
+
 def command_flags(
     *names: str, axes: Literal["one", "many"] | None = None, **own: Flag | str
 ) -> absl_flags.FlagValues:

@@ -18,9 +18,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvlab.experiments.flags import (
+    TEXT_FLAGS,
     Flag,
     choice,
-    comma_list,
     command_flags,
     number,
     require,
@@ -36,24 +36,13 @@ if TYPE_CHECKING:
     from kvlab.research.results import RunFolder
     from kvlab.research.rows import Row
     from kvlab.research.training_config import OptimizerConfig, TrainingConfig
-
-
-def _separator(written: str) -> str:
-    if not written:
-        raise ValueError(r"a text is wanted, as \n\n for an empty line")
-    return written.replace("\\n", "\n")
+    from kvlab.research.training_data import PackedTexts
 
 
 FLAGS = command_flags(
     seed="of the first parameters and of the order of rows",
     out="the run folder; runs/train-HASH if not given",
-    data=Flag(comma_list(text), "FILE,...", "texts to train on, UTF-8"),
-    separator=Flag(
-        _separator,
-        "TEXT",
-        r"between the documents of a text (\n is a line end); a text is one if absent",
-    ),
-    held_out=Flag(number, "X", "share of each text that is held out, from its end", 0.1),
+    **TEXT_FLAGS,
     init=Flag(text, "MODEL", "train this model further, with its own shape and tokenizer"),
     vocab_size=Flag(whole(1), "N", "pieces of the SentencePiece tokenizer", 1024),
     num_layers=Flag(whole(1), "N", "layers", 4),
@@ -97,7 +86,7 @@ def main(argv: list[str]) -> int:
     del argv
     from kvlab.models.load import params_sha256
     from kvlab.research.training import Trainer, share_cpu
-    from kvlab.research.training_data import prepare, read_texts
+    from kvlab.research.training_data import pack_texts, prepare, read_texts
     from kvlab.research.training_run import MODEL_FOLDER, run_training
 
     require(FLAGS, ["data"])
@@ -106,13 +95,16 @@ def main(argv: list[str]) -> int:
     config = _training_config(start)
     Trainer(config)  # refuses a batch that the devices cannot share
     texts = read_texts(FLAGS.data)
-    data = prepare(
-        texts,
-        tokenizer=FLAGS.vocab_size if start is None else start.tokenizer,
-        length=config.length,
-        held_out=FLAGS.held_out,
-        separator=FLAGS.separator,
-    )
+    packing: dict[str, Any] = {
+        "length": config.length,
+        "held_out": FLAGS.held_out,
+        "separator": FLAGS.separator,
+    }
+    if start is None:
+        data: PackedTexts = prepare(texts, vocab_size=FLAGS.vocab_size, **packing)
+    else:
+        assert start.tokenizer is not None
+        data = pack_texts(texts, start.tokenizer, **packing)
 
     def work(folder: "RunFolder") -> "list[Row]":
         rows = run_training(config, data, folder, start)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -203,6 +203,7 @@ class Trainer:
         Raises:
           ValueError: the rows of a pass cannot be split evenly over the devices.
         """
+        self._config = config
         devices = jax.local_devices() if devices is None else devices
         if config.batch % len(devices):
             fitting = -(-config.batch // len(devices)) * len(devices)
@@ -245,6 +246,25 @@ class Trainer:
         """
         state, figures = self._step(state, rows)
         return state, StepFigures(*map(float, figures))
+
+    def steps(
+        self, state: TrainState, take: Callable[[int, int, int], Packed], last: int
+    ) -> Iterator[tuple[TrainState, StepFigures]]:
+        """Takes steps until so many are done.
+
+        Args:
+          state: placed; it is used up.
+          take: gives the rows of a step, as `training_data.ShuffledRows.take` does.
+          last: steps done at the end.
+
+        Yields:
+          The state after each step, which the next one uses up, and what the step measured.
+        """
+        config, read = self._config, int(state.rows_read)
+        for _ in range(int(state.step), last):
+            state, figures = self.step(state, take(read, config.accumulate, config.batch))
+            read += config.rows_per_step
+            yield state, figures
 
     def score(self, params: dict, batches: Iterable[Packed]) -> tuple[float, int]:
         """Mean loss of rows, and how many tokens were predicted.

@@ -122,12 +122,10 @@ def _pieces(texts: Iterable[Sequence[int]], length: int, bos_id: int) -> Iterato
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingData:
-    """What a run trains on and is judged by.
+class PackedTexts:
+    """What models train on and are judged by.
 
     Attributes:
-      tokenizer_model: the bytes of the SentencePiece model that was trained; None where a tokenizer
-        was given.
       rows: to train on.
       held_out: never trained on.
       tokens: of the documents to train on, their ends included.
@@ -135,7 +133,6 @@ class TrainingData:
       held_out_bytes: of the held-out text.
     """
 
-    tokenizer_model: bytes | None
     rows: Packed
     held_out: Packed
     tokens: int
@@ -148,21 +145,32 @@ class TrainingData:
         return float((self.rows.segments != PADDING).mean())
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainingData(PackedTexts):
+    """Texts packed by a tokenizer that was trained on them.
+
+    Attributes:
+      tokenizer_model: the bytes of the SentencePiece model.
+    """
+
+    tokenizer_model: bytes
+
+
 def prepare(
     texts: Sequence[Text],
     *,
-    tokenizer: int | Tokenizer,
+    vocab_size: int,
     length: int,
     held_out: float,
     separator: str | None = None,
 ) -> TrainingData:
-    """Trains a tokenizer on the texts, unless there is one, and packs them.
+    """Trains a tokenizer on the texts and packs them.
 
     The end of every text is held out, from the tokenizer too.
 
     Args:
       texts: what there is.
-      tokenizer: a tokenizer, or the number of pieces of one that is trained.
+      vocab_size: pieces of the tokenizer.
       length: T.
       held_out: share of each text that is held out, above 0 and below 1.
       separator: stands between the documents of a text; None: a text is one document.
@@ -171,14 +179,50 @@ def prepare(
       ValueError: the texts cannot fill the vocabulary, or it is too small for their characters.
       TrainingError: fewer tokens than one row holds, or nothing held out.
     """
+    train, _ = split_texts(texts, held_out)
+    model, tokenizer = _trained_tokenizer(train, vocab_size)
+    packed = pack_texts(texts, tokenizer, length=length, held_out=held_out, separator=separator)
+    return TrainingData(**vars(packed), tokenizer_model=model)
+
+
+def split_texts(texts: Sequence[Text], held_out: float) -> tuple[list[str], list[str]]:
+    """Cuts the end of every text off (`split_held_out`).
+
+    Returns:
+      The parts to train on, and those held out.
+
+    Raises:
+      TrainingError: a share that is not above 0 and below 1.
+    """
     if not 0 < held_out < 1:
         raise TrainingError(f"held_out={held_out} given; it must be above 0 and below 1, as 0.1")
     parts = [split_held_out(text.content, held_out) for text in texts]
-    train, other = ([part[i] for part in parts] for i in range(2))
-    model = None
-    if isinstance(tokenizer, int):
-        model, tokenizer = _trained_tokenizer(train, tokenizer)
-    encode, first, last = tokenizer.encode, tokenizer.bos_id, tokenizer.eos_ids[:1]
+    return [train for train, _ in parts], [other for _, other in parts]
+
+
+def pack_texts(
+    texts: Sequence[Text],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    held_out: float,
+    separator: str | None = None,
+) -> PackedTexts:
+    """Packs texts in the tokens of a tokenizer, the end of each held out.
+
+    Args:
+      texts: what there is.
+      tokenizer: with a token that ends a text, which also begins one where no other does.
+      length: T.
+      held_out: share of each text that is held out, above 0 and below 1.
+      separator: stands between the documents of a text; None: a text is one document.
+
+    Raises:
+      TrainingError: fewer tokens than one row holds, nothing held out, or no token that ends a
+        text.
+    """
+    train, other = split_texts(texts, held_out)
+    last = tokenizer.eos_ids[:1]
     if not last:
         raise TrainingError(
             f"the tokenizer {tokenizer.name} has no token that ends a text, so texts cannot be "
@@ -187,7 +231,7 @@ def prepare(
 
     def encoded(contents: Sequence[str]) -> list[list[int]]:
         whole = (one for content in contents for one in documents(content, separator))
-        return [[*encode(one), *last] for one in whole]
+        return [[*tokenizer.encode(one), *last] for one in whole]
 
     trained, judged = encoded(train), encoded(other)
     count, judged_count = sum(map(len, trained)), sum(map(len, judged))
@@ -200,9 +244,8 @@ def prepare(
         raise TrainingError(
             f"held_out={held_out} holds no text out; give more text, or a larger share"
         )
-    begin = last[0] if first is None else first  # as GPT-2 and Qwen do
-    return TrainingData(
-        tokenizer_model=model,
+    begin = last[0] if tokenizer.bos_id is None else tokenizer.bos_id  # as GPT-2 and Qwen do
+    return PackedTexts(
         rows=pack(trained, length, begin),
         held_out=pack(judged, length, begin),
         tokens=count,

@@ -8,6 +8,7 @@ import math
 import pathlib
 import shutil
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,10 +25,17 @@ from kvlab.research.progress import Progress, progress
 from kvlab.research.results import RunFolder, write_atomically
 from kvlab.research.roofline_findings import PEAKS
 from kvlab.research.rows import Row, make_row, timestamp
-from kvlab.research.training import Compiled, StepFigures, Trainer, TrainState, initial_state
+from kvlab.research.training import (
+    Compiled,
+    Packed,
+    StepFigures,
+    Trainer,
+    TrainState,
+    initial_state,
+)
 from kvlab.research.training_checkpoints import FOLDER, Checkpoints
 from kvlab.research.training_config import TrainingConfig, TrainingError
-from kvlab.research.training_data import ShuffledRows, TrainingData, batches_of
+from kvlab.research.training_data import PackedTexts, ShuffledRows, TrainingData, batches_of
 
 MODEL_FOLDER = "model"
 TOKENIZER_FILE = "tokenizer.model"
@@ -38,13 +46,13 @@ _BACKWARD = 2  # a backward pass multiplies twice what a forward one does
 
 
 def run_training(
-    config: TrainingConfig, data: TrainingData, folder: RunFolder, start: Model | None = None
+    config: TrainingConfig, data: PackedTexts, folder: RunFolder, start: Model | None = None
 ) -> list[Row]:
     """Trains, or goes on where an earlier run of the folder was stopped.
 
     Args:
       config: the run.
-      data: its texts, packed with its length.
+      data: its texts, packed with its length; `TrainingData`, unless there is a `start`.
       folder: open; `model` in it is the trained model when this returns.
       start: what is trained further, in float32, with its tokenizer; a new model if not given.
 
@@ -55,7 +63,7 @@ def run_training(
       TrainingError: a loss or gradient that is not finite, or a checkpoint that cannot be written.
     """
     trainer = Trainer(config)  # before anything is written
-    if data.tokenizer_model is not None:
+    if isinstance(data, TrainingData):
         tokenizer: TokenizerFiles = [
             _keep_tokenizer(folder.path / TOKENIZER_FILE, data.tokenizer_model)
         ]
@@ -84,7 +92,7 @@ class _Run:
     def __init__(
         self,
         config: TrainingConfig,
-        data: TrainingData,
+        data: PackedTexts,
         folder: RunFolder,
         trainer: Trainer,
         checkpoints: Checkpoints,
@@ -122,13 +130,12 @@ class _Run:
     ) -> TrainState:
         """The steps of one row of results."""
         config = self.config
-        read, started, began = int(state.rows_read), timestamp(), time.perf_counter()
+        started, began = timestamp(), time.perf_counter()
         losses, figures = [], StepFigures(0.0, 0.0, 0.0, 0.0)
         predicted = 0.0
-        for number in range(step + 1, last + 1):
-            taken = rows.take(read, config.accumulate, config.batch)
-            state, figures = self.trainer.step(state, taken)
-            read += config.rows_per_step
+        taken = self.trainer.steps(state, rows.take, last)
+        for number, (after, figures) in enumerate(taken, step + 1):
+            state = after
             self._require_finite(number, figures, started, began)
             losses.append((number, figures.loss))
             predicted += figures.predicted
@@ -175,15 +182,9 @@ class _Run:
     def _judge(self, state: TrainState, step: int) -> None:
         """The held-out loss after a step."""
         started, began = timestamp(), time.perf_counter()
-        loss, predicted = self.trainer.score(state.params, self.held_out)
-        bits = loss * predicted / math.log(2)
-        metrics = {
-            "held_out_loss": loss,
-            "held_out_perplexity": _perplexity(loss),
-            "held_out_bits_per_byte": bits / self.data.held_out_bytes,
-        }
+        metrics = judged(self.trainer, state.params, self.held_out, self.data.held_out_bytes)
         self._append("held_out", step, metrics, started, began)
-        self.report.say(f"step {step}: held-out loss {loss:.4f}")
+        self.report.say(f"step {step}: held-out loss {metrics['held_out_loss']:.4f}")
 
     def _peak(self) -> float:
         """Operations a second that products reach here at best, measured once a run."""
@@ -213,13 +214,13 @@ class _Run:
             return
         started, began = timestamp(), time.perf_counter()
         samples: dict[str, list[float]] = {"train_tokens_per_s": [], "mfu": []}
-        judged: dict[str, float] = {}
+        newest: dict[str, float] = {}
         for row in self.folder.rows:
             if row["config"]["kind"] == "steps":
                 for name, values in samples.items():
                     values.append(row["metrics"][name])
             elif row["config"]["kind"] == "held_out":
-                judged = row["metrics"]  # the last counts
+                newest = row["metrics"]  # the last counts
         program: dict[str, float] = {}
         if self.compiled is not None:
             program["compile_s"] = self.compiled.seconds
@@ -233,7 +234,7 @@ class _Run:
             "row_filled": self.data.filled,
             "model_bytes": sum(one.stat().st_size for one in path.rglob("*") if one.is_file()),
             **program,
-            **judged,
+            **newest,
         }
         self._append("model", step, metrics, started, began, repeats=samples)
 
@@ -254,6 +255,28 @@ class _Run:
         common: dict[str, Any] = {"metrics": metrics, "started": started, "wall_s": wall_s}
         point, seed = self._point(kind, step), self.config.seed
         self.folder.append(make_row("train", point, seed, **common, **more))
+
+
+def judged(
+    trainer: Trainer, params: dict, batches: Sequence[Packed], num_bytes: int
+) -> dict[str, float]:
+    """What held-out text says of parameters.
+
+    Args:
+      trainer: of their decoder.
+      params: placed, or on one device.
+      batches: the rows, [B, T + 1] each.
+      num_bytes: of the text.
+
+    Returns:
+      `held_out_loss` in nats a token, its `held_out_perplexity`, and `held_out_bits_per_byte`.
+    """
+    loss, predicted = trainer.score(params, batches)
+    return {
+        "held_out_loss": loss,
+        "held_out_perplexity": _perplexity(loss),
+        "held_out_bits_per_byte": loss * predicted / math.log(2) / num_bytes,
+    }
 
 
 def step_flops(config: TrainingConfig) -> float:

@@ -10,7 +10,7 @@ from kvlab.models.load import load_model
 from kvlab.models.named import SHIPPED_MODELS, named_path
 from kvlab.research.training import Trainer, initial_state
 from kvlab.research.training_config import TrainingConfig
-from kvlab.research.training_data import ShuffledRows, batches_of, prepare, read_texts
+from kvlab.research.training_data import ShuffledRows, batches_of, pack_texts, prepare, read_texts
 
 DATA = "text/tinyshakespeare/input.txt"
 
@@ -35,7 +35,7 @@ def curves():
 @pytest.fixture(scope="module")
 def data(texts):
     tokenizer = load_model("shakespeare-mha").tokenizer
-    return prepare(texts, tokenizer=tokenizer, length=256, held_out=0.1)
+    return pack_texts(texts, tokenizer, length=256, held_out=0.1)
 
 
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
@@ -50,7 +50,7 @@ def test_held_out_losses_are_those_of_the_curves(name, data, curves):
 
 def trained_again(texts, name, steps):
     """What `kvlab train --data=TEXT --num_kv_heads=K` computes, tokenizer included."""
-    data = prepare(texts, tokenizer=1024, length=256, held_out=0.1)
+    data = prepare(texts, vocab_size=1024, length=256, held_out=0.1)
     config = TrainingConfig(load_model(name).config)
     trainer = Trainer(config)
     state = trainer.place(initial_state(config))

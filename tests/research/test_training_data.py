@@ -66,7 +66,7 @@ def test_documents_stand_between_separators():
 def test_prepared_texts_can_be_read_again(tmp_path):
     content = story()
     data = prepare(
-        [Text("story", content)], tokenizer=311, length=31, held_out=0.25, separator="\n"
+        [Text("story", content)], vocab_size=311, length=31, held_out=0.25, separator="\n"
     )
     assert data.filled > 0.7
     (tmp_path / "tokenizer.model").write_bytes(data.tokenizer_model)
@@ -83,7 +83,7 @@ def test_prepared_texts_can_be_read_again(tmp_path):
 
 def test_one_preparation_is_like_another():
     texts = [Text("a", story()), Text("b", story(seed=1))]
-    one, two = (prepare(texts, tokenizer=311, length=31, held_out=0.1) for _ in range(2))
+    one, two = (prepare(texts, vocab_size=311, length=31, held_out=0.1) for _ in range(2))
     assert one.tokenizer_model == two.tokenizer_model
     assert np.array_equal(one.rows.tokens, two.rows.tokens)
 
@@ -92,14 +92,14 @@ def test_one_preparation_is_like_another():
     ("content", "options", "words"),
     [
         (story(3), {"length": 999}, r"have \d+ tokens to train on, and a sequence has 999; give"),
-        (story(), {"tokenizer": 9001}, "vocab_size 9001 is more than these texts can fill; the"),
-        (story(), {"tokenizer": 100}, "too small for the special pieces"),
+        (story(), {"vocab_size": 9001}, "vocab_size 9001 is more than these texts can fill; the"),
+        (story(), {"vocab_size": 100}, "too small for the special pieces"),
         (story(), {"held_out": 1.0}, "held_out=1.0 given; it must be above 0 and below 1"),
         (story() + " " * 5000, {"held_out": 0.1}, "held_out=0.1 holds no text out; give more"),
     ],
 )
 def test_texts_that_do_not_suffice(content, options, words):
-    asked = {"tokenizer": 290, "length": 7, "held_out": 0.3} | options
+    asked = {"vocab_size": 290, "length": 7, "held_out": 0.3} | options
     with pytest.raises(ValueError, match=words) as caught:
         prepare([Text("story", content)], **asked)
     assert "\n" not in str(caught.value)
