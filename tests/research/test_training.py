@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from kvlab.research.training import (
     Trainer,
     initial_state,
     schedule_of,
+    share_cpu,
     summed_loss,
 )
 from kvlab.research.training_config import OptimizerConfig, TrainingConfig
@@ -326,3 +330,24 @@ def test_loss_and_gradient_are_those_of_transformers():
         came = np.array(functools.reduce(lambda tree, key: tree[key], path, gradient))
         want = theirs[name].grad.numpy()
         np.testing.assert_allclose(came.T if transposed else came, want, atol=2e-4, err_msg=name)
+
+
+def devices_told(batch, wanted, begun=False, **environment):
+    """What a process of its own says after `share_cpu`."""
+    code = ["import jax", "from kvlab.research import training"]
+    code += ["training.usable_cores = lambda: 4"] + ["jax.devices()"] * begun
+    code += [f"training.share_cpu({batch}, {wanted})", "print(jax.local_device_count())"]
+    clean = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-c", "\n".join(code)]
+    ended = subprocess.run(command, env=clean | environment, capture_output=True, text=True)
+    return ended.stdout.strip() or ended.stderr.splitlines()[-1]
+
+
+def test_cores_of_a_cpu_are_devices_as_far_as_the_batch_can_be_split():
+    assert devices_told(6, None) == "3"
+    assert devices_told(8, 2) == "2"
+    named = "--xla_force_host_platform_device_count=5"
+    assert devices_told(8, None, XLA_FLAGS=named) == "5"
+    assert devices_told(8, None, begun=True) == "1"
+    told = devices_told(8, 2, begun=True)
+    assert "cpu_devices=2 given, and JAX has begun with 1 here; leave cpu_devices out" in told
