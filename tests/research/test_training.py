@@ -19,7 +19,6 @@ from kvlab.research.training import (
     Trainer,
     initial_state,
     schedule_of,
-    share_cpu,
     summed_loss,
 )
 from kvlab.research.training_config import OptimizerConfig, TrainingConfig
@@ -339,7 +338,9 @@ def devices_told(batch, wanted, begun=False, **environment):
     code += [f"training.share_cpu({batch}, {wanted})", "print(jax.local_device_count())"]
     clean = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-c", "\n".join(code)]
-    ended = subprocess.run(command, env=clean | environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, check=False, env=clean | environment, capture_output=True, text=True
+    )
     return ended.stdout.strip() or ended.stderr.splitlines()[-1]
 
 
