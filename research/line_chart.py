@@ -35,6 +35,7 @@ class Line:
       points: (x, y), in the order to join them.
       dash: index of its kind of line, any number.
       level: drawn across the panel at its y: a baseline.
+      spans: (lowest, highest) y of each point; empty, or where both are alike, none is drawn.
     """
 
     label: str
@@ -42,6 +43,7 @@ class Line:
     points: tuple[tuple[float, float], ...]
     dash: int = 0
     level: bool = False
+    spans: tuple[tuple[float, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,7 @@ def draw_lines(panels: Sequence[LinePanel]) -> bytes:
         axes.set_ylabel(panel.y_label, fontsize=9, color=MUTED)
         axes.grid(color=GRID, linewidth=0.8)
         heights = [y for line in panel.lines for _, y in line.points]
+        heights += [end for line in panel.lines for span in line.spans for end in span]
         if panel.from_zero:
             axes.set_ylim(bottom=0.0, top=1.08 * max(heights) or 1.0)
         elif spans_decades(heights):
@@ -103,6 +106,9 @@ def draw_lines(panels: Sequence[LinePanel]) -> bytes:
                 drawstyle="steps-post" if panel.stepped else "default",
             )
             handles.setdefault(line.label, drawn)
+            for x, (low, high) in zip(xs, line.spans, strict=False):
+                if low < high:
+                    axes.plot([x, x], [low, high], color=colour, linewidth=1.1, marker="_")
         counted = sorted({x for line in panel.lines for x, _ in line.points})
         few = panel.marked and not panel.doubling and len(counted) <= _FEW
         if few and all(float(x).is_integer() for x in counted):

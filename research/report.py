@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from kvlab.research.allocation_report import present_memory_waste, present_page_size
+from kvlab.research.attention_quality_report import present_attention_quality
 from kvlab.research.concurrency_report import present_concurrency
 from kvlab.research.peer_report import present_peers
 from kvlab.research.presentation import Presentation
@@ -40,6 +41,7 @@ _PRESENTERS = {
     "peers": present_peers,
     "roofline": present_roofline,
     "train": present_train,
+    "attention_quality": present_attention_quality,
 }
 
 
