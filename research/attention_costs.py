@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from kvlab.models.config import DecoderConfig
 from kvlab.models.load import Model
 from kvlab.models.presets import parameter_count
+from kvlab.ops.page_pool import unchecked
 from kvlab.ops.page_table import PageTable
 from kvlab.ops.specs import CacheSpec, Paged
 from kvlab.research.attention_quality_study import MEMORY, AttentionQualityStudy, label
@@ -65,7 +66,8 @@ class AttentionCosts:
         if pages:
             rows = pages // each + 1
             table = PageTable.init(rows, pages, page_size, each)
-            _, granted = table.reserve(jnp.full(rows, tokens, jnp.int32))
+            with unchecked():
+                _, granted = jax.jit(PageTable.reserve)(table, jnp.full(rows, tokens, jnp.int32))
             metrics["max_concurrent_sequences"] = int(granted.sum())
         return metrics, {}
 

@@ -21,6 +21,7 @@ from kvlab.research.line_chart import Line, LinePanel, draw_lines
 from kvlab.research.presentation import Picture
 from kvlab.research.rows import Row
 
+_BASE_COLOUR = 6
 _INTERVALS = "Bars are 95 % intervals where several models of a kind were trained."
 
 
@@ -57,8 +58,8 @@ def _line(
 
 def _against_bytes(scores: Scores) -> Picture | None:
     """Perplexity against KV bytes a token: Table 1's trade, a curve of each kind."""
-    shares = scores.shares()
-    way, share = (scores.poolings[0] if scores.poolings else None), (shares[0] if shares else None)
+    way = scores.poolings[0] if scores.poolings else None
+    share = scores.common_share
     kinds = [(TRAINED, None, None), (UPTRAINED, way, share), (CONTROL, None, share)]
     kinds.append((CONVERTED, way, None))
     lines = []
@@ -99,28 +100,38 @@ def _kv_bytes(scores: Scores, variant: Variant) -> float:
 
 def _ways(scores: Scores) -> Picture | None:
     """Losses by the way that heads were pooled, before and after uptraining: Fig. 4."""
-    shares = scores.shares()
+    share = scores.common_share
     panels = []
-    stages: list[tuple[str, str, float | None]] = [("Only converted", CONVERTED, None)]
-    if shares:
-        stages.append((f"Uptrained by {shown(shares[0])}", UPTRAINED, shares[0]))
-    for title, kind, share in stages:
+    stages: list[tuple[str, str, Variant]] = [("Only converted", CONVERTED, scores.mha)]
+    if share is not None:
+        control = Variant(CONTROL, scores.num_heads, None, share)
+        stages.append((f"Uptrained by {shown(share)}", UPTRAINED, control))
+    for title, kind, source in stages:
         lines = [
             _line(
                 f"{way} pooling",
                 number,
-                [(heads, scores.mean(Variant(kind, heads, way, share))) for heads in scores.fewer],
+                [
+                    (heads, scores.mean(Variant(kind, heads, way, source.share)))
+                    for heads in scores.fewer
+                ],
             )
             for number, way in enumerate(scores.poolings)
         ]
         known = [line for line in lines if line is not None]
+        base = scores.mean(source)
+        if known and base is not None:
+            label = f"{scores.num_heads} KV heads, not converted"
+            place = min(scores.fewer), base.mean
+            known.append(Line(label, _BASE_COLOUR, (place,), level=True))
         if known:
             axes = title, "KV heads", "held-out loss, nats a token"
             panels.append(LinePanel(*axes, tuple(known), marked=True, doubling=True))
     if not panels:
         return None
     caption = (
-        f"Lower is better. The vertical axes do not begin at 0. {_INTERVALS} Compare Fig. 4 of the "
+        "Lower is better; the vertical axes do not begin at 0. Dashed: the source itself, trained "
+        f"on for as long where conversions are uptrained. {_INTERVALS} Compare Fig. 4 of the "
         "GQA paper: T5-Large, one KV head, uptrained by 5 %."
     )
     return Picture("pooling.png", "Ways to pool heads", caption, draw_lines(panels))

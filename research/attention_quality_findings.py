@@ -10,7 +10,7 @@ from kvlab.research.attention_quality_scores import Scores, Variant
 from kvlab.research.attention_quality_study import MEMORY, SPEED, TRAINED, UPTRAINED, shown
 from kvlab.research.intervals import Estimate
 from kvlab.research.rows import Row
-from kvlab.research.tables import percent, significant, whole
+from kvlab.research.tables import percent, whole
 
 TABLE_1 = {
     "MHA-Large": (0.37, 46.0),
@@ -32,9 +32,9 @@ def findings(scores: Scores, costs: Sequence[Row]) -> list[str]:
       costs: the finished rows on memory and speed.
     """
     sentences = []
-    shared = scores.shares()
-    if shared:
-        sentences += _recovery(scores, shared[0]) + _ways(scores, shared[0])
+    share = scores.common_share
+    if share is not None:
+        sentences += _recovery(scores, share) + _ways(scores, share)
     if scores.poolings:
         sentences += _more_training(scores, scores.poolings[0])
     sentences += _from_scratch(scores) + _savings(costs)
@@ -180,7 +180,7 @@ def _savings(costs: Sequence[Row]) -> list[str]:
             slow, fast = (
                 of_batch[end(of_batch)]["metrics"]["decode_tokens_per_s"] for end in (max, min)
             )
-            parts.append(f"decode at batch {batch} x{fast / slow:.2f}")
+            parts.append(f"x{fast / slow:.2f} the decode speed at batch {batch}")
     if not parts:
         return []
     large, small = TABLE_1["MHA-XXL"][0], TABLE_1["MQA-XXL"][0]
@@ -216,9 +216,8 @@ def _limits(scores: Scores) -> list[str]:
         "What a set this small can show: the order and the rough size of effects on the next token "
         f"of one kind of text ({texts}: {whole(metrics['text_tokens'])} tokens to train on, "
         f"{whole(metrics['held_out_tokens'])} held out). What it cannot: whether they are the same "
-        f"in models of billions of parameters (these have {significant(min(sizes.values()) / 1e6)}"
-        f" to {significant(max(sizes.values()) / 1e6)} million) or on tasks, by which the paper "
-        f"judges. The model with K={fewest} has {whole(sizes[fewest])} parameters and that with "
-        f"K={most} {whole(sizes[most])}, since the projections of keys and values shrink: part of "
-        f"what fewer heads cost is size. {seeds}"
+        "in models of billions of parameters, or on tasks, by which the paper judges. The models "
+        f"have {whole(sizes[fewest])} (K={fewest}) to {whole(sizes[most])} parameters (K={most}): "
+        "the projections of keys and values shrink, so part of what fewer heads cost is size. "
+        f"{seeds}"
     ]

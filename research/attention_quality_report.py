@@ -33,6 +33,8 @@ _TERMS = {
     "gap opened": "what the conversion loses more than its source, in nats.",
     "gap left": "what the uptrained conversion loses more than its source trained on for as long.",
     "recovered": "1 - gap left over gap opened; beside it to the source as it was.",
+    "over trained from scratch": "what the uptrained conversion loses more than the mean of models "
+    "that were trained with as few KV heads from the start.",
     "sequences": "of the length that is timed, whose pages fit the memory at once, as the page "
     "table grants them; keys and values in float32.",
     "decode tok/s": "tokens of all sequences a second, median of repeats and their range; models "
@@ -106,6 +108,7 @@ def _gaps(scores: Scores) -> Table:
                     for controlled in (True, False)
                 )
                 closed, plain = (_percent(found) for found in shares)
+                over = scores.over_scratch(heads, way, share)
                 cells.append(
                     {
                         "pooling": way,
@@ -115,6 +118,7 @@ def _gaps(scores: Scores) -> Table:
                         "gap left": nats(left),
                         "recovered %": closed,
                         "to the source as it was %": plain,
+                        "over trained from scratch": DASH if over is None else f"{over:+.3f}",
                     }
                 )
     return _table("The gap that pooling opens, and what uptraining recovers of it", cells)

@@ -13,6 +13,9 @@ from kvlab.research.attention_quality_study import CONTROL, CONVERTED, QUALITY, 
 from kvlab.research.intervals import Estimate, estimate
 from kvlab.research.rows import Row
 
+PAPER_SHARE = 0.05
+"""Of pre-training, that the paper uptrains for: GQA (arXiv 2305.13245), abstract."""
+
 
 class Variant(NamedTuple):
     """What a row is of, whichever model it was made from."""
@@ -76,17 +79,17 @@ class Scores:
         known = {one.pooling for one in self.rows}
         return [one for one in METHODS if one in known]
 
-    def shares(self, pooling: str | None = None) -> list[float]:
-        """Shares of uptraining, ascending; those that every way was given, if none is named."""
-        by_way = {
-            way: {
-                one.share
-                for one in self.rows
-                if one.kind == UPTRAINED and one.pooling == way and one.share is not None
-            }
-            for way in ([pooling] if pooling else self.poolings)
-        }
-        return sorted(set.intersection(*by_way.values())) if by_way else []
+    def shares(self, pooling: str) -> list[float]:
+        """Shares of uptraining that a way was given, ascending."""
+        known = {one.share for one in self.rows if (one.kind, one.pooling) == (UPTRAINED, pooling)}
+        return sorted(share for share in known if share is not None)
+
+    @property
+    def common_share(self) -> float | None:
+        """The share that every way was given, the one nearest to the paper's; None without one."""
+        given = [set(self.shares(way)) for way in self.poolings]
+        common = set.intersection(*given) if given else set()
+        return min(common, key=lambda share: abs(share - PAPER_SHARE), default=None)
 
     def losses(self, variant: Variant) -> Mapping[str, float]:
         """Of a variant, by the source that it was made from."""
@@ -112,6 +115,12 @@ class Scores:
         """The gap that uptraining leaves, to the source trained on for as long."""
         control = Variant(CONTROL, self.num_heads, None, share)
         return self.difference(Variant(UPTRAINED, heads, pooling, share), control)
+
+    def over_scratch(self, heads: int, pooling: str, share: float) -> float | None:
+        """What the uptrained conversion loses more than models of its K, trained from scratch."""
+        uptrained = self.mean(Variant(UPTRAINED, heads, pooling, share))
+        scratch = self.mean(Variant(TRAINED, heads))
+        return uptrained.mean - scratch.mean if uptrained and scratch else None
 
     def recovered(
         self, heads: int, pooling: str, share: float, *, controlled: bool = True
