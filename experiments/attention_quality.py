@@ -52,7 +52,7 @@ FLAGS = command_flags(
     steps=Flag(whole(1), "N", "steps that the models were trained for", 1200),
     batch=Flag(whole(1), "N", "sequences of such a step, over all devices", 8),
     length=Flag(whole(1), "N", "tokens of a sequence; the models' context if absent"),
-    learning_rate=Flag(positive(1e6), "X", "the highest of uptraining", 1e-3),
+    learning_rate=Flag(positive(1e6), "X", "the highest of uptraining", 3e-3),
     batches=Flag(comma_list(whole(1)), "N,...", "sequences that decode is timed with", (1, 64)),
     prompt_tokens=Flag(whole(1), "N", "tokens of each, before decode is timed", 192),
     decode_tokens=Flag(whole(1), "N", "tokens of each that are decoded", 32),
@@ -73,9 +73,11 @@ def main(argv: list[str]) -> int:
     from kvlab.research.attention_quality_run import AttentionQuality
     from kvlab.research.attention_quality_study import AttentionQualityStudy
     from kvlab.research.matched_models import load_matched
+    from kvlab.research.training import share_cpu
     from kvlab.research.training_data import pack_texts, read_texts, split_texts
 
     require(FLAGS, ["data"])
+    share_cpu(FLAGS.batch)
     texts = read_texts(FLAGS.data)
     _, held_out = split_texts(texts, FLAGS.held_out)
     models = load_matched(FLAGS.models, "\n".join(held_out))

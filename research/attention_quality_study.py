@@ -62,7 +62,7 @@ class AttentionQualityStudy:
     pooling_share: float = 0.05
     steps: int = 1200
     batch: int = 8
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     batches: tuple[int, ...] = (1, 64)
     prompt_tokens: int = 192
     decode_tokens: int = 32
