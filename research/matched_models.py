@@ -4,16 +4,14 @@ Axes: N query heads, K KV heads.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvlab.models.config import DecoderConfig
-from kvlab.models.load import Model, load_model
+from kvlab.models.load import Model, load_model, params_sha256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +57,7 @@ def load_matched(names: Sequence[str], sample: str) -> dict[Member, Model]:
         heads = _kv_heads(model)
         member = Member(
             name,
-            _sha256(model.params),
+            params_sha256(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)),
             heads,
             sum(heads == other.num_kv_heads for other in found),
         )
@@ -93,14 +91,6 @@ def _kv_heads(model: Model) -> int:
             "give models with one number of KV heads"
         )
     return heads.pop()
-
-
-def _sha256(params: dict) -> str:
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        digest.update(jax.tree_util.keystr(path).encode())
-        digest.update(np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
-    return digest.hexdigest()
 
 
 def _require_alike(model: Model, first: Model) -> None:
