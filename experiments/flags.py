@@ -52,6 +52,13 @@ def text(written: str) -> str:
     return written
 
 
+def path(written: str) -> str:
+    """Takes the path of a file or folder."""
+    if not written:
+        raise ValueError("a path is wanted")
+    return written
+
+
 def whole(minimum: int = 0, maximum: int | None = None) -> Callable[[str], int]:
     """Makes a parser of whole numbers from `minimum` on, to `maximum` where there is one."""
 
@@ -227,10 +234,10 @@ _SHARED = {
         "of the projections and the head: float32, bfloat16, int8, int4; as loaded if not given",
     ),
     "seed": Flag(whole(), "N", "of every random draw", 0),
-    "out": Flag(text, "PATH", "where to write"),
-    "tokens": Flag(text, "FILE", "token ids: a JSON list of lists"),
+    "out": Flag(path, "PATH", "where to write"),
+    "tokens": Flag(path, "FILE", "token ids: a JSON list of lists"),
     "prompt": Flag(text, "TEXT", "a prompt", (), True),
-    "prompt_file": Flag(text, "FILE", "a file whose whole text is a prompt", (), True),
+    "prompt_file": Flag(path, "FILE", "a file whose whole text is a prompt", (), True),
     "prompt_ids": Flag(
         text, "IDS", "a prompt as token ids: 1,2,3; or a JSON list of several", (), True
     ),

@@ -18,8 +18,8 @@ _SYSTEMS = ("kvlab", "kvlab-f32", "transformers", "llama.cpp", "llama.cpp-noflas
 _PRECISIONS = ("float32", "bfloat16", "int8")
 
 FLAGS = command_flags(
-    "model",
     "seed",
+    model="a fetched model (smollm2-135m) or a .gguf file, which all the systems can read",
     out="the run folder; runs/NAME-HASH if not given",
     peer=Flag(comma_list(choice(*_SYSTEMS)), "NAME,...", f"of {', '.join(_SYSTEMS)}", _SYSTEMS),
     precision=Flag(

@@ -132,6 +132,12 @@ def test_required_flags_are_named_with_their_meaning():
         require(flags, ("tokens", "out"))
 
 
+def test_an_empty_path_is_none():
+    for name in ("out", "tokens", "prompt_file"):
+        with pytest.raises(absl_flags.IllegalFlagValueError, match="a path is wanted"):
+            parsed(command_flags(name), f"--{name}=")
+
+
 def test_parsers():
     assert number("0.5") == 0.5
     assert text(" a ") == " a "
