@@ -1,4 +1,4 @@
-r"""Show what fewer KV heads cost in quality and save, trained, converted and uptrained.
+r"""Show what fewer KV heads cost in quality, and what they save.
 
     kvlab attention_quality --data=tinyshakespeare.txt
     kvlab attention_quality --data=tinyshakespeare.txt --shares=0.05 --pooling=mean
