@@ -3,6 +3,7 @@
 Axes: K KV heads.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -163,8 +164,17 @@ def _against_share(scores: Scores) -> Picture | None:
         f"Lower is better. {scores.num_heads} KV heads are the model itself, not converted, "
         f"trained on for as long. {_INTERVALS} Compare Fig. 5 of the GQA paper."
     )
-    panel = LinePanel(*axes, tuple(lines), marked=True)
-    return Picture("uptraining.png", "Loss against uptraining", caption, draw_lines([panel]))
+    panels = [LinePanel(*axes, tuple(lines), marked=True)]
+    later = [
+        dataclasses.replace(line, points=line.points[1:], spans=line.spans[1:])
+        for line in lines
+        if line.points[0][0] == 0.0
+    ]
+    if later and len(shares) > 1:
+        panels.append(
+            LinePanel("The same from the first share on", *axes[1:], tuple(later), marked=True)
+        )
+    return Picture("uptraining.png", "Loss against uptraining", caption, draw_lines(panels))
 
 
 def _time(costs: Sequence[Row]) -> Picture | None:

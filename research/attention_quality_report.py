@@ -28,7 +28,7 @@ _TERMS = {
     "loss": "mean cross-entropy of the next token on held-out text, in nats; a margin is half of "
     "the 95 % interval of the mean over models that differ in their seed (Student's t).",
     "perplexity": "e to the power of the loss.",
-    "trained on": "the model that conversions are made from, itself trained on for as long, so "
+    "source": "the model that a conversion is made from. It is itself trained on for as long, so "
     "that what more training gives is not counted as recovery.",
     "gap opened": "what the conversion loses more than its source, in nats.",
     "gap left": "what the uptrained conversion loses more than its source trained on for as long.",

@@ -189,7 +189,7 @@ def kind_name(kind: str, pooling: str | None, share: float | None) -> str:
         TRAINED: "trained from scratch",
         CONVERTED: f"converted ({pooling})",
         UPTRAINED: f"uptrained {trained} ({pooling})",
-        CONTROL: f"trained on {trained}",
+        CONTROL: f"source trained {trained} more",
     }[kind]
 
 
