@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,3 +69,4 @@ def save_huggingface(
             (folder / name).write_bytes(content)
         text = json.dumps(mapping, indent=2, ensure_ascii=False) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # 0600 by the writer
