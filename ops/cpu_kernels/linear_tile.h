@@ -49,7 +49,9 @@ struct Fma {
           for (int r = 0; r < R; ++r) {
             const Floats value = Broadcast(x[step * R + r]);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; ++c) sums[r][c] += value * weights[c][step];
+            for (int c = 0; c < C; ++c) {
+              sums[r][c] = MultiplyAdd(value, weights[c][step], sums[r][c]);
+            }
           }
         }
       }
