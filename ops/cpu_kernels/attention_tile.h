@@ -74,7 +74,7 @@ KVLAB_APART void Scores(const Rows& rows, const Block& block, const Sizes& sizes
       }
       for (int r = 0; r < R; ++r) {
         const Floats query = Broadcast(rows.queries[h * R + r]);
-        for (int j = 0; j < kTileVectors; ++j) sum[r][j] += query * keys[j];
+        for (int j = 0; j < kTileVectors; ++j) sum[r][j] = MultiplyAdd(query, keys[j], sum[r][j]);
       }
       if (kFetch && column == 0) {
         for (int64_t s = h; s < kBlock; s += sizes.head_dim) {
@@ -108,7 +108,7 @@ KVLAB_APART void WeightedSum(const Block& block, const float* weights, const flo
     for (int j = 0; j < C; ++j) values[j] = Load(block.values[s] + column + j * kLanes);
     for (int r = 0; r < R; ++r) {
       const Floats weight = Broadcast(weights[r * kBlock + s]);
-      for (int j = 0; j < C; ++j) sum[r][j] += weight * values[j];
+      for (int j = 0; j < C; ++j) sum[r][j] = MultiplyAdd(weight, values[j], sum[r][j]);
     }
     if (kFetch) {
       for (int64_t h = s; h < sizes.head_dim; h += kBlock) {

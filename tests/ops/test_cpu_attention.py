@@ -219,9 +219,11 @@ class TestBits:
             alone = dataclasses.replace(case, query=query, positions=positions, pool=pool)
             assert_same_bits(stored_pools.run(alone)[0], output[row : row + 1])
 
+    # Heads of one row and one vector: a chain of sums with no other beside it.
+    @pytest.mark.parametrize("heads", [(), (1, 1, 24)])
     @pytest.mark.parametrize("window", [None, 50])
-    def test_how_queries_are_cut_into_calls_does_not_matter(self, window, stored_pools):
-        case = stored_pools.make_case([200, 130], 97)
+    def test_how_queries_are_cut_into_calls_does_not_matter(self, window, heads, stored_pools):
+        case = stored_pools.make_case([200, 130], 97, *heads)
         output, _ = stored_pools.run(case, window=window)
         for begin, end in [(0, 1), (1, 2), (2, 31), (31, 96), (96, 97)]:
             query, positions = case.query[:, begin:end], case.positions[:, begin:end]
