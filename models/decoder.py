@@ -28,7 +28,7 @@ from kvlab.ops import norms
 from kvlab.ops.attention import soft_capped
 from kvlab.ops.caches.protocol import LayerCache, Step, Table
 from kvlab.ops.caches.recompute import RecomputeCache
-from kvlab.ops.linear import embed, linear, linear_transposed
+from kvlab.ops.linear import embed, linear, linear_transposed, linears
 from kvlab.ops.packed_weight import PackedWeight
 from kvlab.ops.rope import DynamicNTK, Rope, rotate, rotation
 from kvlab.ops.row_table import RowTable
@@ -70,14 +70,23 @@ class Linear(nn.Module):
     param_dtype: str
 
     @nn.compact
+    def parameters(self, length: int) -> tuple[jax.Array | PackedWeight, jax.Array | None]:
+        """The weight [length, features], and the bias [features] if there is one."""
+        shape = (length, self.features)
+        weight = _weight(self, nn.initializers.lecun_normal(), shape, self.param_dtype)
+        if not self.use_bias:
+            return weight, None
+        return weight, self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] to [..., features]."""
-        shape = (x.shape[-1], self.features)
-        weight = _weight(self, nn.initializers.lecun_normal(), shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
-        return linear(x, weight, bias)
+        return linear(x, *self.parameters(x.shape[-1]))
+
+
+def _project(x: jax.Array, *layers: Linear) -> list[jax.Array]:
+    """Applies several linear layers to one x."""
+    weights, biases = zip(*(layer.parameters(x.shape[-1]) for layer in layers), strict=True)
+    return linears(x, weights, biases)
 
 
 class Embedding(nn.Module):
@@ -141,14 +150,15 @@ class Attention(nn.Module):
         """[B, T, D] and the layer's cache to [B, T, D] and the new cache."""
         config = self.config
 
-        def heads(name: str, count: int) -> jax.Array:
-            features = count * config.head_dim
-            y = Linear(features, config.qkv_bias, config.param_dtype, name=name)(x)
-            return y.reshape(*x.shape[:-1], count, config.head_dim)
-
-        query = heads("query", config.num_heads)
-        key = heads("key", self.num_kv_heads)
-        value = heads("value", self.num_kv_heads)
+        counts = {"query": config.num_heads, "key": self.num_kv_heads, "value": self.num_kv_heads}
+        layers = (
+            Linear(count * config.head_dim, config.qkv_bias, config.param_dtype, name=name)
+            for name, count in counts.items()
+        )
+        query, key, value = (
+            y.reshape(*x.shape[:-1], count, config.head_dim)
+            for y, count in zip(_project(x, *layers), counts.values(), strict=True)
+        )
         if config.qk_norm:
             query = Norm(config.norm, config.param_dtype, name="query_norm")(query)
             key = Norm(config.norm, config.param_dtype, name="key_norm")(key)
@@ -171,16 +181,15 @@ class MLP(nn.Module):
         """[..., D] to [..., D]."""
         config = self.config
 
-        def project(name: str, features: int, y: jax.Array) -> jax.Array:
-            return Linear(features, config.mlp_bias, config.param_dtype, name=name)(y)
+        def layer(name: str, features: int) -> Linear:
+            return Linear(features, config.mlp_bias, config.param_dtype, name=name)
 
         activation = _ACTIVATIONS[config.activation]
-        hidden = project("up", config.hidden_dim, x)
+        up, down = layer("up", config.hidden_dim), layer("down", config.embed_dim)
         if config.gated_mlp:
-            hidden = activation(project("gate", config.hidden_dim, x)) * hidden
-        else:
-            hidden = activation(hidden)
-        return project("down", config.embed_dim, hidden)
+            hidden, gate = _project(x, up, layer("gate", config.hidden_dim))
+            return down(activation(gate) * hidden)
+        return down(activation(up(x)))
 
 
 class DecoderLayer(nn.Module):

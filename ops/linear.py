@@ -11,6 +11,8 @@ kernel for CPU does not cast it down, and each row of its result has the same bi
 other rows are and however many.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -42,24 +44,39 @@ def _packed(
     x: Float[Array, "*batch D_in"], weight: PackedWeight, bias: Float[Array, "D_out"] | None
 ) -> Float[Array, "*batch D_out"]:
     """As `linear`, by the implementation that the weight was packed for."""
+    if weight.implementation == "cpu" and x.size > 0:
+        return _by_kernel(x, [weight], [bias])[0]
+    _check_sizes(x, weight, bias)
+    length, count = weight.shape
+    out = _contract(x, weight.unpacked().reshape(-1, length), 1, None)[..., :count]
+    return _with_bias(out, bias).astype(x.dtype)
+
+
+def _by_kernel(
+    x: Float[Array, "*batch D_in"],
+    weights: Sequence[PackedWeight],
+    biases: Sequence[Float[Array, "_"] | None],
+) -> list[Float[Array, "*batch _"]]:
+    """As `linears`, over weights of one format, in one call of the kernel for CPU."""
+    library.load()
+    served = x if x.dtype in (jnp.float32, jnp.bfloat16) else x.astype(jnp.float32)
+    arguments, results = [served], []
+    for weight, bias in zip(weights, biases, strict=True):
+        _check_sizes(x, weight, bias)
+        added = jnp.zeros(0, jnp.float32) if bias is None else bias.astype(jnp.float32)
+        arguments += weight.panels, weight.scales, added
+        shape = *x.shape[:-1], weight.shape[1]
+        results.append(jax.ShapeDtypeStruct(shape, served.dtype))
+    call = jax.ffi.ffi_call("kvlab_linear", results, vmap_method="sequential")
+    return [y.astype(x.dtype) for y in call(*arguments)]
+
+
+def _check_sizes(x: jax.Array, weight: PackedWeight, bias: jax.Array | None) -> None:
     length, count = weight.shape
     if x.shape[-1] != length:
         raise ValueError(f"x has {x.shape[-1]} values a row, and the packed weight wants {length}")
     if bias is not None and bias.shape != (count,):
         raise ValueError(f"a bias {bias.shape} given, and the packed weight has {count} columns")
-    if weight.implementation != "cpu" or x.size == 0:
-        panels = weight.unpacked()
-        out = _contract(x, panels.reshape(-1, length), 1, None)[..., :count]
-        return _with_bias(out, bias).astype(x.dtype)
-    library.load()
-    served = x if x.dtype in (jnp.float32, jnp.bfloat16) else x.astype(jnp.float32)
-    call = jax.ffi.ffi_call(
-        "kvlab_linear",
-        jax.ShapeDtypeStruct((*x.shape[:-1], count), served.dtype),
-        vmap_method="sequential",
-    )
-    added = jnp.zeros(0, jnp.float32) if bias is None else bias.astype(jnp.float32)
-    return call(served, weight.panels, weight.scales, added).astype(x.dtype)
 
 
 def _with_bias(out: Float[Array, "*batch D"], bias: Float[Array, "D"] | None) -> jax.Array:
@@ -89,6 +106,36 @@ def linear(
     if isinstance(weight, PackedWeight):
         return _packed(x, weight, bias)
     return _with_bias(_contract(x, weight, 0, precision), bias).astype(x.dtype)
+
+
+def linears(
+    x: Float[Array, "*batch D_in"],
+    weights: Sequence[Float[Array, "D_in _"] | PackedWeight],
+    biases: Sequence[Float[Array, "_"] | None],
+) -> list[Float[Array, "*batch _"]]:
+    """Multiplies one x by several weights: `linear` of each, in the same bits.
+
+    Weights that are packed in one format for CPU go through one call of the kernel, whose threads
+    then meet once: a layer's query, key and value, or gate and up, are too small to wait for each.
+
+    Args:
+      x: `[..., D_in] float`; its dtype is the compute dtype.
+      weights: `[D_in, D_out] float` or packed, one or more; each has its own D_out.
+      biases: `[D_out] float` or None, one for each weight.
+
+    Returns:
+      `[..., D_out]` in x's dtype for each weight.
+
+    Raises:
+      ValueError: no weight, not as many biases as weights, or sizes that do not go together.
+    """
+    if not weights or len(weights) != len(biases):
+        raise ValueError(f"{len(weights)} weights and {len(biases)} biases given; want 1 bias each")
+    packed = [w for w in weights if isinstance(w, PackedWeight) and w.implementation == "cpu"]
+    one_format = len({weight.format for weight in packed}) == 1
+    if one_format and len(packed) == len(weights) and x.size > 0:
+        return _by_kernel(x, packed, biases)
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def linear_transposed(

@@ -15,8 +15,7 @@
 
 namespace kvlab {
 
-constexpr int64_t kGroup = 32;          // values along k that share a scale
-constexpr int64_t kScalesAhead = 4;         // panels
+constexpr int64_t kGroup = 32;            // values along k that share a scale
 constexpr int64_t kPrefetchBytes = 2048;  // how far ahead of its reads a panel is fetched
 
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
@@ -33,11 +32,10 @@ inline Vector LoadAs(const void* from) {
 class Ahead {
  public:
   Ahead() = default;
-  Ahead(int64_t distance, int64_t skip_from, int64_t skip)
-      : distance_(distance), skip_from_(skip_from), skip_(skip) {}
+  Ahead(int64_t distance, int64_t skip_from) : distance_(distance), skip_from_(skip_from) {}
 
-  // Reads at k follow; from skip_from on the fetch skips what others read.
-  void Begin(int64_t k) { now_ = distance_ + (k >= skip_from_ ? skip_ : 0); }
+  // Reads at k follow; from skip_from on the fetch skips what lies between two panels.
+  void Begin(int64_t k, int64_t skip) { now_ = distance_ + (k >= skip_from_ ? skip : 0); }
 
   template <int64_t kBytes>
   void Fetch(const void* from) const {
@@ -49,9 +47,13 @@ class Ahead {
  private:
   int64_t distance_ = kPrefetchBytes;
   int64_t skip_from_ = 0;
-  int64_t skip_ = 0;
   int64_t now_ = kPrefetchBytes;
 };
+
+// From one address to another, which need not be in the same array.
+inline int64_t BytesTo(const void* from, const void* to) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from));
+}
 
 template <typename To, typename From>
 inline To Bits(From from) {
@@ -115,8 +117,12 @@ struct Float32Panel {
   Float32Panel(const Floats* values, int64_t origin)
       : values_(reinterpret_cast<const float*>(values)), origin_(origin) {}
 
+  // Past this panel's reads, which end at k, those of another are fetched.
+  void Precede(const Float32Panel& next, int64_t k) {
+    skip_ = BytesTo(values_ + k * kLanes, next.values_);
+  }
   void FetchAhead(Ahead ahead) { ahead_ = ahead; }
-  void Begin(int64_t k) { ahead_.Begin(k); }
+  void Begin(int64_t k) { ahead_.Begin(k, skip_); }
   void Read(int64_t k, Floats (&out)[kStep]) const {
     const float* from = values_ + (k - origin_) * kLanes;
     ahead_.Fetch<kVectorBytes>(from);
@@ -126,6 +132,7 @@ struct Float32Panel {
  private:
   const float* values_ = nullptr;
   int64_t origin_ = 0;
+  int64_t skip_ = 0;
   Ahead ahead_;
 };
 
@@ -139,8 +146,11 @@ struct BFloat16Panel {
   BFloat16Panel(const void* panels, const void*, int64_t k, int64_t panel)
       : values_(static_cast<const uint32_t*>(panels) + panel * ((k + 1) / 2) * kLanes) {}
 
+  void Precede(const BFloat16Panel& next, int64_t k) {
+    skip_ = BytesTo(values_ + k / 2 * kLanes, next.values_);
+  }
   void FetchAhead(Ahead ahead) { ahead_ = ahead; }
-  void Begin(int64_t k) { ahead_.Begin(k); }
+  void Begin(int64_t k) { ahead_.Begin(k, skip_); }
   UInts Pairs(int64_t k) const {
     const uint32_t* from = values_ + k / 2 * kLanes;
     ahead_.Fetch<kVectorBytes>(from);
@@ -154,6 +164,7 @@ struct BFloat16Panel {
 
  private:
   const uint32_t* values_ = nullptr;
+  int64_t skip_ = 0;
   Ahead ahead_;
 };
 
@@ -162,17 +173,18 @@ class Scales {
  public:
   Scales() = default;
   Scales(const void* scales, int64_t k, int64_t panel)
-      : ahead_(kScalesAhead * ((k + kGroup - 1) / kGroup) * kLanes),
-        scales_(static_cast<const uint16_t*>(scales) + panel * ((k + kGroup - 1) / kGroup) * kLanes) {}
-  // Fetches those that are needed a few panels later.
+      : scales_(static_cast<const uint16_t*>(scales) +
+                panel * ((k + kGroup - 1) / kGroup) * kLanes) {}
+  void Precede(const Scales& next) { ahead_ = BytesTo(scales_, next.scales_); }
+  // Fetches those of the panel that this one precedes.
   Floats At(int64_t k) const {
     const uint16_t* from = scales_ + k / kGroup * kLanes;
-    __builtin_prefetch(from + ahead_);
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead_);
     return FromFloat16(from);
   }
 
  private:
-  int64_t ahead_ = 0;
+  int64_t ahead_ = 0;  // bytes
   const uint16_t* scales_ = nullptr;
 };
 
@@ -187,10 +199,14 @@ struct Int8Panel {
         values_(static_cast<const int8_t*>(panels) +
                 panel * ((k + kGroup - 1) / kGroup * kGroup) * kLanes) {}
 
+  void Precede(const Int8Panel& next, int64_t k) {
+    scales_.Precede(next.scales_);
+    skip_ = BytesTo(values_ + k * kLanes, next.values_);
+  }
   void FetchAhead(Ahead ahead) { ahead_ = ahead; }
   void Begin(int64_t k) {
     scale_ = scales_.At(k);
-    ahead_.Begin(k);
+    ahead_.Begin(k, skip_);
     ahead_.Fetch<kGroup * kLanes>(values_ + k * kLanes);
   }
   void Read(int64_t k, Floats (&out)[kStep]) const {
@@ -202,6 +218,7 @@ struct Int8Panel {
   Scales scales_;
   const int8_t* values_ = nullptr;
   Floats scale_{};
+  int64_t skip_ = 0;
   Ahead ahead_;
 };
 
@@ -217,10 +234,14 @@ struct Int4Panel {
         values_(static_cast<const uint8_t*>(panels) +
                 panel * ((k + kGroup - 1) / kGroup * (kGroup / 2)) * kLanes) {}
 
+  void Precede(const Int4Panel& next, int64_t k) {
+    scales_.Precede(next.scales_);
+    skip_ = BytesTo(values_ + k / 2 * kLanes, next.values_);
+  }
   void FetchAhead(Ahead ahead) { ahead_ = ahead; }
   void Begin(int64_t k) {
     scale_ = scales_.At(k);
-    ahead_.Begin(k);
+    ahead_.Begin(k, skip_);
     ahead_.Fetch<kGroup / 2 * kLanes>(values_ + k / 2 * kLanes);
   }
   void Read(int64_t k, Floats (&out)[kStep]) const {
@@ -234,6 +255,7 @@ struct Int4Panel {
   Scales scales_;
   const uint8_t* values_ = nullptr;
   Floats scale_{};
+  int64_t skip_ = 0;
   Ahead ahead_;
 };
 

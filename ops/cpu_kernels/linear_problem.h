@@ -1,9 +1,11 @@
-// A product y = x W + bias (linear.cc): its arrays, how it is cut, and where its rows are stored.
+// Products y = x W + bias of one x (linear.cc): their arrays, how they are cut, and where rows are
+// stored.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "linear_formats.h"
 #include "vectors.h"
@@ -36,15 +38,40 @@ struct Numbers {
   uint16_t HalfAt(int64_t index) const { return static_cast<const uint16_t*>(data)[index]; }
 };
 
-struct Problem {
-  int64_t m, k, n;
-  Numbers x, bias, y;  // bias.data is null where there is none
+// A weight [k, n], and what it gives.
+struct Weight {
+  int64_t n;
   const void* panels;
   const void* scales;
+  Numbers bias, y;  // bias.data is null where there is none
+
+  int64_t num_panels() const { return CeilDiv(n, kLanes); }
+};
+
+// A panel of one of the weights.
+struct Place {
+  const Weight* weight;
+  int64_t panel;
+};
+
+struct Problem {
+  int64_t m, k;
+  Numbers x;
+  std::vector<Weight> weights;
   uint32_t* packed;  // x of each tile: [even k, rows] float32, or [even k / 2, rows] bfloat16 pairs
 
+  // Panels are counted through all weights.
+  int64_t num_panels() const {
+    int64_t count = 0;
+    for (const Weight& weight : weights) count += weight.num_panels();
+    return count;
+  }
+  Place PlaceOf(int64_t panel) const {
+    const Weight* weight = weights.data();
+    for (; panel >= weight->num_panels(); ++weight) panel -= weight->num_panels();
+    return {weight, panel};
+  }
   int64_t tiles() const { return CeilDiv(m, kTileRows); }
-  int64_t num_panels() const { return CeilDiv(n, kLanes); }
   int64_t even_k() const { return k + k % 2; }
   int64_t FirstRow(int64_t tile) const { return tile * m / tiles(); }
   int64_t Rows(int64_t tile) const { return FirstRow(tile + 1) - FirstRow(tile); }
@@ -71,31 +98,30 @@ void StoreFirst(Number* to, Vector vector, int64_t count) {
 }
 
 // Stores one row of one panel, whose last columns may not exist.
-inline void StoreRow(const Problem& p, int64_t row, int64_t panel, Floats total) {
-  const int64_t column = panel * kLanes;
-  const int64_t columns = std::min<int64_t>(kLanes, p.n - column);
-  if (p.bias.data != nullptr) {
+inline void StoreRow(Place place, int64_t row, Floats total) {
+  const Weight& w = *place.weight;
+  const int64_t column = place.panel * kLanes;
+  const int64_t columns = std::min<int64_t>(kLanes, w.n - column);
+  if (w.bias.data != nullptr) {
     float bias[kLanes] = {};
-    for (int64_t i = 0; i < columns; ++i) bias[i] = p.bias.At(column + i);
+    for (int64_t i = 0; i < columns; ++i) bias[i] = w.bias.At(column + i);
     total += Load(bias);
   }
-  const int64_t place = row * p.n + column;
-  if (p.y.is_bfloat16) {
+  const int64_t first = row * w.n + column;
+  if (w.y.is_bfloat16) {
     const Halves halves = __builtin_convertvector(ToBFloat16(total), Halves);
-    StoreFirst(static_cast<uint16_t*>(p.y.data) + place, halves, columns);
+    StoreFirst(static_cast<uint16_t*>(w.y.data) + first, halves, columns);
   } else {
-    StoreFirst(static_cast<float*>(p.y.data) + place, total, columns);
+    StoreFirst(static_cast<float*>(w.y.data) + first, total, columns);
   }
 }
 
-// Fetches where rows of C panels will be stored.
-template <int C>
-void FetchToWrite(const Problem& p, int64_t row, int64_t rows, int64_t panel) {
-  const int64_t bytes = p.y.is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
-  char* y = static_cast<char*>(p.y.data) + (row * p.n + panel * kLanes) * bytes;
-  for (; rows > 0; --rows, y += p.n * bytes) {
-    for (int64_t i = 0; i < C * kLanes * bytes; i += 64) __builtin_prefetch(y + i, 1);
-  }
+// Fetches where rows of a panel will be stored.
+inline void FetchToWrite(Place place, int64_t row, int64_t rows) {
+  const Weight& w = *place.weight;
+  const int64_t bytes = w.y.is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
+  const char* y = static_cast<char*>(w.y.data) + (row * w.n + place.panel * kLanes) * bytes;
+  for (; rows > 0; --rows, y += w.n * bytes) __builtin_prefetch(y, 1);
 }
 
 }  // namespace kvlab::linear

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from kvlab.ops.linear import embed, linear
+from kvlab.ops.linear import embed, linear, linears
 from kvlab.ops.packed_weight import FORMATS, GROUP, best_implementation, pack
 
+ROWS = (1, 2, 3, 5, 8, 13, 32, 100)
+WIDTHS = (83, 7, 16, 53, 3)  # of weights that share x: panels that are whole, that are not, and one
 DTYPES = (jnp.float32, jnp.bfloat16)
 # Rows, D_in, D_out: one row, tiles of every size, columns and rows of no whole panel or group.
 SHAPES = [
@@ -64,6 +66,25 @@ def check(shape, weight_format, dtype, implementation=None):
     return np.asarray(ours).tobytes()
 
 
+def check_together(length, weight_format, dtype, implementation=None):
+    """Compares products of one x, made together, with the same made apart; returns their bytes."""
+    weights = [
+        pack(np.asarray(drawn((length, width), seed)), weight_format, implementation)
+        for seed, width in enumerate(WIDTHS)
+    ]
+    biases = [drawn(width, seed) if seed % 2 else None for seed, width in enumerate(WIDTHS)]
+    digest = hashlib.sha256()
+    for rows in ROWS:
+        x = drawn((rows, length), rows, dtype)
+        for added in ([None] * len(weights), biases):
+            together = linears(x, weights, added)
+            for y, weight, bias in zip(together, weights, added, strict=True):
+                assert y.dtype == dtype
+                np.testing.assert_array_equal(y, linear(x, weight, bias))
+                digest.update(np.asarray(y).tobytes())
+    return digest.digest()
+
+
 def check_embed(weight_format, implementation=None):
     """Compares the columns of a packed weight with what they stand for."""
     packed = pack(np.asarray(drawn((37, 21))), weight_format, implementation)
@@ -77,6 +98,9 @@ def main() -> None:
         for weight_format in FORMATS:
             for dtype in DTYPES:
                 digest.update(check(shape, weight_format, dtype))
+    for weight_format in FORMATS:
+        for dtype in DTYPES:
+            digest.update(check_together(331, weight_format, dtype))
     lanes = pack(np.zeros((2, 2), np.float32), "float32").panels.shape[2]
     print(best_implementation(), lanes, digest.hexdigest())
 

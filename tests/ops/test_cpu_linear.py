@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvlab.ops.cpu_kernels import library
-from kvlab.ops.linear import embed, linear
+from kvlab.ops.linear import embed, linear, linears
 from kvlab.ops.packed_weight import FORMATS, GROUP, PackedWeight, pack
 
 CASES = pathlib.Path(__file__).with_name("cpu_linear_cases.py")
@@ -44,6 +44,67 @@ def test_a_row_has_the_same_bits_in_any_batch(weight_format, dtype):
         np.testing.assert_array_equal(linear(jnp.asarray(host[-rows:]), packed), whole[-rows:])
     order = np.random.default_rng(0).permutation(100)
     np.testing.assert_array_equal(linear(jnp.asarray(host[order]), packed), whole[order])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_weights_together_give_the_bits_of_each_alone(weight_format, dtype, implementation):
+    for length in (37, 576):  # one block, and three
+        cases.check_together(length, weight_format, dtype, implementation)
+
+
+def lowered(x, weights):
+    """The program of products of one x."""
+    return jax.jit(lambda x: linears(x, weights, [None] * len(weights))).lower(x).as_text()
+
+
+@needs_kernel
+def test_weights_of_one_format_are_one_call_of_the_kernel():
+    x, weight = cases.drawn((2, 33)), cases.drawn((33, 5))
+    whole, bytes_ = (pack(weight, name, "cpu") for name in ("float32", "int8"))
+    for weights, calls in (
+        ([whole, whole, whole], 1),
+        ([bytes_, bytes_], 1),
+        ([whole, bytes_], 2),
+        ([weight, whole], 1),
+        ([whole, pack(weight, "float32", "xla")], 1),
+        ([weight, weight], 0),
+    ):
+        assert lowered(x, weights).count("@kvlab_linear(") == calls
+        ours = linears(x, weights, [None] * len(weights))
+        for y, alone in zip(ours, weights, strict=True):
+            np.testing.assert_array_equal(y, linear(x, alone))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_together_over_leading_axes_and_under_vmap(implementation):
+    weights = [pack(cases.drawn((11, width), width), "int8", implementation) for width in (7, 20)]
+    biases = [cases.drawn(7), None]
+    x = cases.drawn((2, 3, 11))
+    ours = linears(x, weights, biases)
+    assert [y.shape for y in ours] == [(2, 3, 7), (2, 3, 20)]
+    assert [y.shape for y in linears(x[:0], weights, biases)] == [(0, 3, 7), (0, 3, 20)]
+    mapped = jax.vmap(lambda row: linears(row, weights, biases))(x)
+    half = linears(x.astype(jnp.float16), weights, biases)
+    for y, rows, narrow in zip(ours, mapped, half, strict=True):
+        np.testing.assert_allclose(rows, y, rtol=1e-6, atol=1e-6)
+        assert narrow.dtype == jnp.float16
+        np.testing.assert_allclose(narrow.astype(jnp.float32), y, atol=2e-2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_together_that_do_not_fit_are_refused(implementation):
+    x, weight = jnp.ones((2, 4)), pack(np.ones((4, 3)), "float32", implementation)
+    longer = pack(np.ones((5, 3)), "float32", implementation)
+    with pytest.raises(ValueError, match="x has 4 values a row, and the packed weight wants 5"):
+        linears(x, [weight, longer], [None, None])
+    with pytest.raises(ValueError, match=r"a bias \(1,\) given, and the packed weight has 3"):
+        linears(x, [weight, weight], [None, jnp.ones(1)])
+    with pytest.raises(ValueError, match="2 weights and 1 biases given"):
+        linears(x, [weight, weight], [None])
+    with pytest.raises(ValueError, match="0 weights and 0 biases given"):
+        linears(x, [], [])
 
 
 @needs_kernel
@@ -150,6 +211,30 @@ def test_panels_of_other_sizes_are_refused():
     short = PackedWeight(packed.panels[:-1], packed.scales, packed.shape, "int8", "cpu")
     with pytest.raises(jax.errors.JaxRuntimeError, match="panels are not those of these sizes"):
         linear(cases.drawn((2, 33)), short)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="panels are not those of these sizes"):
+        linears(cases.drawn((2, 33)), [packed, short], [None, None])
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("count", "types", "said"),
+    [
+        (0, (), "each result wants panels, scales and a bias"),
+        (2, ("float32",), "each result wants panels, scales and a bias"),
+        (2, ("float32", "int8"), "panels of one call must have one type"),
+        (1, ("float16",), "panels are not those of these sizes"),
+    ],
+)
+def test_what_the_kernel_cannot_read_is_an_error(count, types, said):
+    library.load()
+    weights = [
+        part
+        for name in types
+        for part in (jnp.ones((1, 4, library.load().KvlabLanes()), name), jnp.ones(0), jnp.ones(0))
+    ]
+    results = [jax.ShapeDtypeStruct((2, 3), jnp.float32)] * count
+    with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+        jax.ffi.ffi_call("kvlab_linear", results, has_side_effect=True)(jnp.ones((2, 4)), *weights)
 
 
 def run_cases(**environment):

@@ -1,11 +1,12 @@
 """Matrix products: values, the dtype rule, the precision asked for, and token lookup."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvlab.ops.linear import embed, linear, linear_transposed
+from kvlab.ops.linear import embed, linear, linear_transposed, linears
 
 D_IN, D_OUT, VOCAB = 11, 7, 13
 
@@ -38,6 +39,26 @@ def test_matches_numpy(leading, dtype):
         assert ours.shape == (*leading, D_OUT)
         (wide,) = in_float64(ours)
         np.testing.assert_allclose(wide, wanted, rtol=rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_several_weights_give_the_bits_and_derivatives_of_each(dtype):
+    x = drawn(2, 3, D_IN, dtype=dtype)
+    weights = [drawn(D_IN, width, seed=width) for width in (D_OUT, 5, 1)]
+    biases = [drawn(D_OUT), None, drawn(1)]
+
+    def apart(x, weights):
+        return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    def summed(product):
+        return lambda *given: sum((y.astype(jnp.float32) ** 2).sum() for y in product(*given))
+
+    def together(x, weights):
+        return linears(x, weights, biases)
+
+    chex.assert_trees_all_equal(together(x, weights), apart(x, weights))
+    gradients = [jax.grad(summed(product), (0, 1))(x, weights) for product in (together, apart)]
+    chex.assert_trees_all_equal(*gradients)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
