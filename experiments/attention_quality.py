@@ -52,7 +52,9 @@ FLAGS = command_flags(
     steps=Flag(whole(1), "N", "steps that the models were trained for", 1200),
     batch=Flag(whole(1), "N", "sequences of such a step, over all devices", 8),
     length=Flag(whole(1), "N", "tokens of a sequence; the models' context if absent"),
-    learning_rate=Flag(positive(1e6), "X", "the highest of uptraining", 3e-3),
+    learning_rate=Flag(
+        positive(1e6), "X", "the highest of uptraining; the default is that of train", 3e-3
+    ),
     batches=Flag(comma_list(whole(1)), "N,...", "sequences that decode is timed with", (1, 64)),
     prompt_tokens=Flag(whole(1), "N", "tokens of each, before decode is timed", 192),
     decode_tokens=Flag(whole(1), "N", "tokens of each that are decoded", 32),
