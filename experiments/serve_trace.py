@@ -1,4 +1,4 @@
-"""Serve a trace of requests with a real model, by cache variant, on the same memory.
+"""Serve a trace of requests with a real model, by cache variant, on equal memory.
 
     kvlab serve_trace
     kvlab serve_trace --workload=azure:conv.csv --length_scale=0.06 --rate_scale=0.3 --check=200

@@ -1,4 +1,4 @@
-"""Show how tokenizers cut texts: tokens per word, bytes per token, pieces and vectors.
+"""Show how tokenizers cut texts: tokens a word, bytes a token, pieces and vectors.
 
     kvlab tokenizers
     kvlab tokenizers --tokenizer=bytes --tokenizer=FOLDER --text_file=news.en --text_file=news.tr

@@ -1,6 +1,7 @@
 """`kvlab attention_quality`: a whole study of tiny models, resumed, and bad input."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -65,16 +66,18 @@ def models(tmp_path_factory):
     return saved, folder / TEXT.name
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def forward(params, config, tokens):
+    return Decoder(config).apply({"params": params}, tokens, method="forward")
+
+
 def loss_of(config, params):
     """Mean loss of the held-out text, the slow way."""
     packed = pack_texts([TEXT], ByteTokenizer(259), length=16, held_out=0.2)
     losses = []
     for tokens, segments in zip(*packed.held_out, strict=True):
         count = int((segments > 0).sum())
-        logits = Decoder(config).apply(
-            {"params": params}, jnp.asarray(tokens[None, : count - 1]), method="forward"
-        )
-        logits = np.asarray(logits, np.float64)[0]
+        logits = np.asarray(forward(params, config, tokens[None, :-1]), np.float64)[0, : count - 1]
         log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         losses += [-row[token] for row, token in zip(log_probs, tokens[1:count], strict=True)]
     return np.mean(losses)
