@@ -11,6 +11,7 @@ import pytest
 from kvlab.models.decoder import Decoder
 from kvlab.models.export import export_model
 from kvlab.models.load import Model, load_model
+from kvlab.models.named import SHIPPED_MODELS, named_path
 from kvlab.models.presets import preset
 from kvlab.models.random_params import random_params
 from kvlab.models.tokenizers import load_tokenizer, train_sentencepiece
@@ -82,6 +83,21 @@ def test_a_file_is_to_llama_cpp_what_it_was(case, tiny_folder, tiny_families, tm
     theirs = llama_cpp_logits(tmp_path / "x.gguf", tokens)
     ours = forward(model, tokens[None])[0]
     assert np.abs(ours - theirs).max() <= GGUF_TOLERANCES.get(case, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SHIPPED_MODELS)
+def test_what_comes_with_kvlab_is_the_same_model_elsewhere(name, golden_script, tmp_path):
+    """The shipped folder as it lies, and a float32 file of it, on Shakespeare's kind of text."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    model = load_model(name)
+    text = "KING HENRY:\nWhat says the morrow? Speak, and be not slow."
+    tokens = np.array([model.tokenizer.encode(text, add_bos=True)])
+    ours = forward(model, tokens)
+    theirs = golden_script("make_families").reference_logits(named_path(name), tokens)
+    assert np.abs(ours - theirs).max() <= TOLERANCE
+    export_model(tmp_path / "x.gguf", model, "gguf")
+    assert np.abs(ours[0] - llama_cpp_logits(tmp_path / "x.gguf", tokens[0])).max() <= TOLERANCE
 
 
 def test_a_vocabulary_that_kvlab_trained(tmp_path):
