@@ -1,5 +1,6 @@
 """Shipped models against the text they were trained on: held-out losses, and the curve again."""
 
+import functools
 import json
 
 import jax
@@ -38,11 +39,17 @@ def data(texts):
     return pack_texts(texts, tokenizer, length=256, held_out=0.1)
 
 
+@functools.cache
+def trainer_of(config):
+    """Compiled once for each number of KV heads."""
+    return Trainer(config)
+
+
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
 def test_held_out_losses_are_those_of_the_curves(name, data, curves):
     """The curves are of float32 parameters; what is shipped is rounded to bfloat16."""
     model = load_model(name)
-    trainer = Trainer(TrainingConfig(model.config))
+    trainer = trainer_of(TrainingConfig(model.config))
     loss, count = trainer.score(model.params, batches_of(data.held_out, 8))
     assert count == data.held_out_tokens
     assert loss == pytest.approx(curves[name]["held_out"][-1][1], abs=2e-3)
@@ -52,7 +59,7 @@ def trained_again(texts, name, steps):
     """What `kvlab train --data=TEXT --num_kv_heads=K` computes, tokenizer included."""
     data = prepare(texts, vocab_size=1024, length=256, held_out=0.1)
     config = TrainingConfig(load_model(name).config)
-    trainer = Trainer(config)
+    trainer = trainer_of(config)
     state = trainer.place(initial_state(config))
     rows = ShuffledRows(data.rows, np.asarray(state.key))
     losses = []
