@@ -59,7 +59,7 @@ FLAGS = command_flags(
     prompt_tokens=Flag(whole(1), "N", "tokens of each, before decode is timed", 192),
     decode_tokens=Flag(whole(1), "N", "tokens of each that are decoded", 32),
     repeats=Flag(whole(1), "N", "rounds of timing", 7),
-    kv_mib=Flag(positive(1e9), "MIB", "memory for keys and values that sequences fit into", 64.0),
+    kv_mib=Flag(positive(1e6), "MIB", "memory for keys and values that sequences fit into", 64.0),
     page_size=Flag(whole(1), "N", "tokens a page", 16),
 )
 

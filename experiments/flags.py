@@ -233,7 +233,7 @@ _SHARED = {
         "FORMAT",
         "of the projections and the head: float32, bfloat16, int8, int4; as loaded if not given",
     ),
-    "seed": Flag(whole(), "N", "of every random draw", 0),
+    "seed": Flag(whole(0, 2**32 - 1), "N", "of every random draw", 0),
     "out": Flag(path, "PATH", "where to write"),
     "tokens": Flag(path, "FILE", "token ids: a JSON list of lists"),
     "prompt": Flag(text, "TEXT", "a prompt", (), True),

@@ -213,7 +213,7 @@ def _limits(scores: Scores) -> list[str]:
     )
     fewest, most = min(sizes), max(sizes)
     return [
-        "What a set this small can show: the order and the rough size of effects on the next token "
+        "What a set this small can show: the rough size of effects on the next token "
         f"of one kind of text ({texts}: {whole(metrics['text_tokens'])} tokens to train on, "
         f"{whole(metrics['held_out_tokens'])} held out). What it cannot: whether they are the same "
         "in models of billions of parameters, or on tasks, by which the paper judges. The models "

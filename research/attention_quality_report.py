@@ -29,7 +29,7 @@ _TERMS = {
     "the 95 % interval of the mean over models that differ in their seed (Student's t).",
     "perplexity": "e to the power of the loss.",
     "source": "the model that a conversion is made from. It is itself trained on for as long, so "
-    "that what more training gives is not counted as recovery.",
+    "that what more training gives, or costs, is not counted as recovery.",
     "gap opened": "what the conversion loses more than its source, in nats.",
     "gap left": "what the uptrained conversion loses more than its source trained on for as long.",
     "recovered": "1 - gap left over gap opened; beside it to the source as it was.",

@@ -75,9 +75,10 @@ class Scores:
 
     @property
     def poolings(self) -> list[str]:
-        """Ways that heads were pooled, as the paper orders them."""
+        """Ways that heads were pooled, the one with most shares first, then as in the paper."""
         known = {one.pooling for one in self.rows}
-        return [one for one in METHODS if one in known]
+        found = [one for one in METHODS if one in known]
+        return sorted(found, key=lambda way: -len(self.shares(way)))
 
     def shares(self, pooling: str) -> list[float]:
         """Shares of uptraining that a way was given, ascending."""

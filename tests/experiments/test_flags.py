@@ -132,6 +132,12 @@ def test_required_flags_are_named_with_their_meaning():
         require(flags, ("tokens", "out"))
 
 
+def test_a_seed_is_what_a_key_holds():
+    assert parsed(command_flags("seed"), "--seed=4294967295").seed == 2**32 - 1
+    with pytest.raises(absl_flags.IllegalFlagValueError, match="4,294,967,295 or less"):
+        parsed(command_flags("seed"), "--seed=4294967296")
+
+
 def test_an_empty_path_is_none():
     for name in ("out", "tokens", "prompt_file"):
         with pytest.raises(absl_flags.IllegalFlagValueError, match="a path is wanted"):

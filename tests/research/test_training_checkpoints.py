@@ -38,7 +38,7 @@ CONFIG = TrainingConfig(
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    ([tmp_path / "tokenizer.model"]).write_bytes(b"")
+    (tmp_path / "tokenizer.model").write_bytes(b"")
     return Checkpoints(tmp_path / "checkpoints", CONFIG, [tmp_path / "tokenizer.model"])
 
 
