@@ -27,15 +27,15 @@ from kvlab.experiments.flags import (
 )
 from kvlab.experiments.main import execute
 from kvlab.experiments.run_folder import run_in_folder
+from kvlab.models.named import MATCHED_MODELS
 
-_MODELS = ("shakespeare-mha", "shakespeare-gqa4", "shakespeare-gqa2", "shakespeare-mqa")
 _POOLINGS = ("mean", "first", "random")
 
 FLAGS = command_flags(
     seed="of random pooling and of the order of rows",
     out="the run folder; runs/NAME-HASH if not given",
     **TEXT_FLAGS,
-    models=Flag(comma_list(text), "MODEL,...", "that were trained on these texts", _MODELS),
+    models=Flag(comma_list(text), "MODEL,...", "that were trained on these texts", MATCHED_MODELS),
     pooling=Flag(
         comma_list(choice(*_POOLINGS)),
         "HOW,...",

@@ -8,18 +8,12 @@ import pathlib
 
 from kvlab.models.fetch import REMOTE_MODELS, fetched_path
 
-SHIPPED_MODELS = (
-    "shakespeare-mha",
-    "shakespeare-gqa4",
-    "shakespeare-gqa2",
-    "shakespeare-mqa",
-    "shakespeare-gqa4-uptrained",
-    "shakespeare-gqa2-uptrained",
-    "shakespeare-mqa-uptrained",
-)
-"""Llamas of 0.8 million parameters that differ in their KV heads: 8, 4, 2 and 1 for 8 query heads.
-The first four were trained from scratch, the others are `shakespeare-mha` with its heads pooled and
-trained on for a twentieth of the tokens."""
+MATCHED_MODELS = ("shakespeare-mha", "shakespeare-gqa4", "shakespeare-gqa2", "shakespeare-mqa")
+"""Llamas of 0.8 million parameters, trained alike, that differ in their KV heads: 8, 4, 2 and 1 for
+8 query heads."""
+
+SHIPPED_MODELS = (*MATCHED_MODELS, *(f"{name}-uptrained" for name in MATCHED_MODELS[1:]))
+"""Those, and `shakespeare-mha` with its heads pooled, trained on for a twentieth of the tokens."""
 
 _FOLDER = pathlib.Path(__file__).parent / "shipped"
 

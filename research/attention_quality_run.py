@@ -5,7 +5,6 @@ Axes: N query heads, K KV heads.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -107,10 +106,10 @@ class AttentionQuality:
         for after, figures in trainer.steps(state, rows.take, config["steps"]):
             state = after
             losses.append((float(len(losses) + 1), figures.loss))
-            if not (math.isfinite(figures.loss) and math.isfinite(figures.gradient_norm)):
+            if wrong := figures.not_finite():
                 raise TrainingError(
-                    f"the loss is {figures.loss} and its gradient {figures.gradient_norm} at step "
-                    f"{len(losses)}; give a lower learning_rate than {config['learning_rate']:g}"
+                    f"{wrong} at step {len(losses)}; give a lower learning_rate than "
+                    f"{config['learning_rate']:g}"
                 )
         return rounded(jax.tree.map(jnp.asarray, jax.device_get(state.params))), losses
 

@@ -5,7 +5,6 @@ Axes: N query heads, K KV heads.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +28,6 @@ class Member:
     sha256: str
     num_kv_heads: int
     repeat: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Every field."""
-        return dataclasses.asdict(self)
 
 
 def load_matched(names: Sequence[str], sample: str) -> dict[Member, Model]:
@@ -108,11 +103,6 @@ def _encoded(model: Model, sample: str) -> list[int]:
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise ValueError(f"{model.name} has no tokenizer to cut the texts with")
-    if tokenizer.bos_id is None or not tokenizer.eos_ids:
-        raise ValueError(
-            f"the tokenizer of {model.name} has no token that begins a text and one that ends it, "
-            "as training lays texts out"
-        )
     return tokenizer.encode(sample)
 
 

@@ -7,6 +7,7 @@ vocabulary. Rows are split over the devices of a mesh, the state is on each of t
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,6 +54,13 @@ class StepFigures(NamedTuple):
     predicted: Any  # tokens that count
     gradient_norm: Any  # global, before clipping
     learning_rate: Any
+
+    def not_finite(self) -> str | None:
+        """What of the loss and the gradient is no finite number, in words; None where both are."""
+        for name, value in (("loss", self.loss), ("gradient", self.gradient_norm)):
+            if not math.isfinite(value):
+                return f"the {name} is {value}"
+        return None
 
 
 def optimizer_of(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -161,19 +161,15 @@ class _Run:
 
     def _require_finite(self, step: int, figures: StepFigures, started: str, began: float) -> None:
         """Stops the run where a loss or gradient is none, before anything of it is kept."""
-        wrong = [
-            f"the {name} is {value}"
-            for name, value in (("loss", figures.loss), ("gradient", figures.gradient_norm))
-            if not math.isfinite(value)
-        ]
-        if not wrong:
+        wrong = figures.not_finite()
+        if wrong is None:
             return
         kept = [one for one in self.checkpoints.steps() if one < step]
         where = "no checkpoint was written yet"
         if kept:
             where = f"the checkpoint of step {kept[0]} is kept ({self.checkpoints.path(kept[0])})"
         said = (
-            f"{wrong[0]} at step {step}, so training stops; {where}: give a lower learning_rate "
+            f"{wrong} at step {step}, so training stops; {where}: give a lower learning_rate "
             f"than {self.config.optimizer.learning_rate:g} or a longer warm-up, in another folder"
         )
         self._append("stopped", step, {}, started, began, error=said)
