@@ -184,7 +184,13 @@ def _decoder_config() -> "DecoderConfig":
     from kvlab.models.config import DecoderConfig, RMSNorm
     from kvlab.ops.rope import Rope
 
-    head_dim = FLAGS.head_dim or FLAGS.embed_dim // FLAGS.num_heads
+    width, heads = FLAGS.embed_dim, FLAGS.num_heads
+    if FLAGS.head_dim is None and width % heads:
+        raise ValueError(
+            f"--num_heads={heads} does not divide --embed_dim={width}; give --embed_dim="
+            f"{-(-width // heads) * heads}, for example, or --head_dim"
+        )
+    head_dim = FLAGS.head_dim or width // heads
     return DecoderConfig(
         family="llama",
         vocab_size=FLAGS.vocab_size,

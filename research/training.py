@@ -54,10 +54,12 @@ class StepFigures(NamedTuple):
     predicted: Any  # tokens that count
     gradient_norm: Any  # global, before clipping
     learning_rate: Any
+    update_norm: Any  # global, of what was added to the parameters
 
     def not_finite(self) -> str | None:
-        """What of the loss and the gradient is no finite number, in words; None where both are."""
-        for name, value in (("loss", self.loss), ("gradient", self.gradient_norm)):
+        """What of the loss, the gradient and the update is no finite number, in words, if any."""
+        named = {"loss": self.loss, "gradient": self.gradient_norm, "update": self.update_norm}
+        for name, value in named.items():
             if not math.isfinite(value):
                 return f"the {name} is {value}"
         return None
@@ -164,7 +166,7 @@ def train_step(
         key=state.key,
     )
     rate = jnp.asarray(schedule_of(config.optimizer, config.steps)(state.step), jnp.float32)
-    return after, StepFigures(loss / count, count, norm, rate)
+    return after, StepFigures(loss / count, count, norm, rate, optax.tree.norm(updates))
 
 
 class Compiled(NamedTuple):

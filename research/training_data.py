@@ -180,6 +180,11 @@ def prepare(
       TrainingError: fewer tokens than one row holds, or nothing held out.
     """
     train, _ = split_texts(texts, held_out)
+    if not any(part.strip() for part in train):
+        raise TrainingError(
+            f"the texts leave nothing to train on where held_out={held_out} of each is held out; "
+            "give more text, or a smaller share"
+        )
     model, tokenizer = _trained_tokenizer(train, vocab_size)
     packed = pack_texts(texts, tokenizer, length=length, held_out=held_out, separator=separator)
     return TrainingData(**vars(packed), tokenizer_model=model)

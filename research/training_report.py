@@ -130,8 +130,17 @@ def _table(title: str, cells: Sequence[dict[str, str]]) -> Table:
 
 def _pictures(runs: Mapping[str, Sequence[Row]]) -> list[Picture]:
     lines = []
+    speeds: dict[str, list[Line]] = {"train_tokens_per_s": [], "mfu": []}
     for number, (name, rows) in enumerate(runs.items()):
         steps = _of_kind(rows, "steps")
+        for metric, measured in speeds.items():
+            points = [
+                (float(row["config"]["step"]), row["metrics"][metric])
+                for row in steps
+                if metric in row["metrics"]
+            ]
+            if points:
+                measured.append(Line(name, number, tuple(points)))
         curve = [(x, y) for row in steps for x, y in row.get("series", {}).get("loss", [])]
         judged = [
             (float(row["config"]["step"]), row["metrics"]["held_out_loss"])
@@ -146,7 +155,16 @@ def _pictures(runs: Mapping[str, Sequence[Row]]) -> list[Picture]:
     title = "Loss over the steps"
     panel = LinePanel(title, "steps", "nats a token", tuple(lines))
     caption = "Lower is better. Dashed: the text that is held out."
-    return [Picture("loss.png", title, caption, draw_lines([panel]))]
+    pictures = [Picture("loss.png", title, caption, draw_lines([panel]))]
+    if all(speeds.values()):
+        tokens, shares = map(tuple, speeds.values())
+        panels = [
+            LinePanel("Tokens trained on", "steps", "tokens a second", tokens, from_zero=True),
+            LinePanel("MFU", "steps", "share of the best product", shares, from_zero=True),
+        ]
+        caption = "Higher is better. MFU is the share of what the machine computes at best."
+        pictures.append(Picture("speed.png", "Speed of training", caption, draw_lines(panels)))
+    return pictures
 
 
 def _findings(name: str, rows: Sequence[Row]) -> list[str]:

@@ -9,7 +9,7 @@ import pathlib
 import shutil
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -131,12 +131,13 @@ class _Run:
         """The steps of one row of results."""
         config = self.config
         started, began = timestamp(), time.perf_counter()
-        losses, figures = [], StepFigures(0.0, 0.0, 0.0, 0.0)
+        losses, figures = [], StepFigures(0.0, 0.0, 0.0, 0.0, 0.0)
         predicted = 0.0
         taken = self.trainer.steps(state, rows.take, last)
         for number, (after, figures) in enumerate(taken, step + 1):
             state = after
-            self._require_finite(number, figures, started, began)
+            if wrong := figures.not_finite():
+                self._stop(number, wrong, "steps", last, started, began)
             losses.append((number, figures.loss))
             predicted += figures.predicted
             if number < last:
@@ -159,11 +160,10 @@ class _Run:
         )
         return state
 
-    def _require_finite(self, step: int, figures: StepFigures, started: str, began: float) -> None:
-        """Stops the run where a loss or gradient is none, before anything of it is kept."""
-        wrong = figures.not_finite()
-        if wrong is None:
-            return
+    def _stop(
+        self, step: int, wrong: str, kind: str, last: int, started: str, began: float
+    ) -> NoReturn:
+        """Ends the run after a figure that is none; the row that would have held it says so."""
         kept = [one for one in self.checkpoints.steps() if one < step]
         where = "no checkpoint was written yet"
         if kept:
@@ -172,28 +172,38 @@ class _Run:
             f"{wrong} at step {step}, so training stops; {where}: give a lower learning_rate "
             f"than {self.config.optimizer.learning_rate:g} or a longer warm-up, in another folder"
         )
-        self._append("stopped", step, {}, started, began, error=said)
+        self._append(kind, last, {}, started, began, error=said)
         raise TrainingError(said)
 
     def _judge(self, state: TrainState, step: int) -> None:
         """The held-out loss after a step."""
         started, began = timestamp(), time.perf_counter()
         metrics = judged(self.trainer, state.params, self.held_out, self.data.held_out_bytes)
+        loss = metrics["held_out_loss"]
+        if not math.isfinite(loss):
+            self._stop(step, f"the held-out loss is {loss}", "held_out", step, started, began)
         self._append("held_out", step, metrics, started, began)
-        self.report.say(f"step {step}: held-out loss {metrics['held_out_loss']:.4f}")
+        self.report.say(f"step {step}: held-out loss {loss:.4f}")
 
     def _peak(self) -> float:
-        """Operations a second that products reach here at best, measured once a run."""
-        known = self.folder.finished(self._point("limit", 0), self.config.seed)
+        """Operations a second that products reach on these devices, measured once a run."""
+        devices = jax.local_device_count()
+        known = self.folder.finished(self._point("limit", 0, devices=devices), self.config.seed)
         if known is not None:
             return known["metrics"]["peak_flops_per_s"]
+        configs = [row["config"] for row in self.folder.rows]
+        began_on = next((one["devices"] for one in configs if "devices" in one), devices)
+        if began_on != devices:
+            self.report.say(
+                f"on {_counted(devices)}; it began on {_counted(began_on)}, so later losses "
+                "may differ in their last bits from those of a run in one go"
+            )
         started, began = timestamp(), time.perf_counter()
         wanted = [one for one in probes() if one.limit == PEAKS[self.config.decoder.dtype]]
         samples = [max(measure(one, memory_bytes(), _PEAK_REPEATS)[0]) for one in wanted]
         # The devices of a CPU are the same cores.
-        devices = 1 if jax.default_backend() == "cpu" else jax.local_device_count()
-        peak = devices * max(samples)
-        self._append("limit", 0, {"peak_flops_per_s": peak}, started, began)
+        peak = (1 if jax.default_backend() == "cpu" else devices) * max(samples)
+        self._append("limit", 0, {"peak_flops_per_s": peak}, started, began, devices=devices)
         return peak
 
     def finish(self, state: TrainState, tokenizer: TokenizerFiles) -> None:
@@ -234,9 +244,9 @@ class _Run:
         }
         self._append("model", step, metrics, started, began, repeats=samples)
 
-    def _point(self, kind: str, step: int) -> dict[str, Any]:
+    def _point(self, kind: str, step: int, **more: Any) -> dict[str, Any]:
         """The config of a row."""
-        return {"kind": kind, **self.shared, "step": step}
+        return {"kind": kind, **self.shared, "step": step, **more}
 
     def _append(
         self,
@@ -245,11 +255,14 @@ class _Run:
         metrics: dict[str, float],
         started: str,
         began: float,
+        *,
+        devices: int | None = None,
         **more: Any,
     ) -> None:
         wall_s = time.perf_counter() - began
         common: dict[str, Any] = {"metrics": metrics, "started": started, "wall_s": wall_s}
-        point, seed = self._point(kind, step), self.config.seed
+        where = {} if devices is None else {"devices": devices}
+        point, seed = self._point(kind, step, **where), self.config.seed
         self.folder.append(make_row("train", point, seed, **common, **more))
 
 
@@ -293,6 +306,10 @@ def step_flops(config: TrainingConfig) -> float:
         for heads, window in zip(decoder.kv_heads, decoder.layer_windows, strict=True)
     ]
     return (1 + _BACKWARD) * total(step_operators(decoder, layers, tokens)).flops
+
+
+def _counted(devices: int) -> str:
+    return f"{devices} device{'s' * (devices != 1)}"
 
 
 def _perplexity(loss: float) -> float:

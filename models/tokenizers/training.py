@@ -14,6 +14,7 @@ from kvlab.models.tokenizers.base import SPACE_SYMBOL
 
 _UNKNOWN_MARK = "\u2585"
 _ERRORS_ONLY = 2
+_MOST_PIECES = 2**31 - 1  # an int32
 
 
 def train_sentencepiece(
@@ -55,6 +56,8 @@ def train_sentencepiece(
     lines = list(_training_lines(texts))
     if not lines:
         raise ValueError("there is no text to train on: every text given is empty")
+    if vocab_size > _MOST_PIECES:
+        raise ValueError(f"vocab_size {vocab_size} is more than a model holds, {_MOST_PIECES}")
     out = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

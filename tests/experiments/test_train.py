@@ -12,9 +12,11 @@ import jax
 import numpy as np
 import pytest
 
+from kvlab.experiments import train
 from kvlab.models.load import load_model
 from kvlab.research.results import read_rows
 from kvlab.research.training import Trainer
+from kvlab.research.training_config import TrainingConfig
 
 TINY = (
     *("--vocab_size=300", "--num_layers=1", "--embed_dim=12", "--hidden_dim=7", "--num_heads=2"),
@@ -106,6 +108,7 @@ def test_a_run_to_its_end(kvlab, story, tmp_path):
     (model,) = of_kind(folder, "model")
     assert model["metrics"]["tokens_read"] == 6 * 4 * 16
     assert (folder / "loss.png").stat().st_size > 10_000
+    assert (folder / "speed.png").stat().st_size > 10_000
     assert "loss 5." in shown.err
     assert "tokens/s, MFU" in shown.err
 
@@ -204,9 +207,25 @@ def test_a_loss_that_is_none_stops_the_run(kvlab, story, tmp_path, monkeypatch):
     assert "the loss is nan at step 5, so training stops; the checkpoint of step 4 is kept" in line
     assert "give a lower learning_rate than 0.003" in line
     assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == "step_00000004"
-    (stopped,) = of_kind(folder, "stopped")
-    assert stopped["status"] == "failed"
+    stopped = of_kind(folder, "steps")[-1]
+    assert (stopped["config"]["step"], stopped["status"]) == (6, "failed")
     assert kvlab("report", folder).status == 0
+
+    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    shown = kvlab("train", *SHORT, f"--data={story}", f"--out={folder}")
+    assert shown.status == 0
+    assert "training goes on after step 4" in shown.err
+    assert "on 4 devices; it began on 2 devices, so later losses may differ in" in shown.err
+
+
+def test_a_held_out_loss_that_is_none_stops_the_run(kvlab, story, tmp_path, monkeypatch):
+    """Before the checkpoint of that step: it would hold the parameters that gave it."""
+    monkeypatch.setattr(Trainer, "score", lambda *_: (float("inf"), 1))
+    shown = kvlab("train", *SHORT, f"--data={story}", f"--out={tmp_path}/run")
+    assert shown.status == 1
+    said = "the held-out loss is inf at step 4, so training stops; the checkpoint of step 2 is kept"
+    assert said in shown.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +237,9 @@ def test_a_loss_that_is_none_stops_the_run(kvlab, story, tmp_path, monkeypatch):
         (["--data=STORY", "--vocab_size=9000"], "9000 is more than these texts can fill; the larg"),
         (["--data=STORY", "--batch=3"], "batch=3 cannot be split over 2 devices"),
         (["--data=STORY", "--num_kv_heads=3"], "num_kv_heads=3 does not divide num_heads=2"),
+        (["--data=STORY", "--num_heads=5"], "--num_heads=5 does not divide --embed_dim=12; give"),
+        (["--data=STORY", "--num_heads=99"], "--num_heads=99 does not divide --embed_dim=12; g"),
+        (["--data=STORY", "--vocab_size=5000000000"], "more than a model holds, 2147483647"),
         (["--data=STORY", "--separator="], "a text is wanted"),
     ],
 )
@@ -233,6 +255,15 @@ def test_an_empty_text_is_one_line(kvlab, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     shown = kvlab("train", *SHORT, f"--data={tmp_path}/empty.txt")
     assert "empty.txt is empty; give a file of text to train on" in shown.error
+
+
+def test_the_defaults_are_those_of_the_library_and_of_what_is_shipped(story):
+    for name in train.FLAGS:
+        train.FLAGS[name].unparse()
+    train.FLAGS(["kvlab train", f"--data={story}", "--num_kv_heads=4"])
+    config = train._training_config(None)
+    assert config == TrainingConfig(config.decoder)
+    assert config.decoder == load_model("shakespeare-gqa4", dtype="float32").config
 
 
 def test_training_further(kvlab, story, tmp_path):

@@ -95,6 +95,7 @@ def test_one_preparation_is_like_another():
         (story(), {"vocab_size": 9001}, "vocab_size 9001 is more than these texts can fill; the"),
         (story(), {"vocab_size": 100}, "too small for the special pieces"),
         (story(), {"held_out": 1.0}, "held_out=1.0 given; it must be above 0 and below 1"),
+        ("x", {}, "leave nothing to train on where held_out=0.3 of each is held out; give more"),
         (story() + " " * 5000, {"held_out": 0.1}, "held_out=0.1 holds no text out; give more"),
     ],
 )
