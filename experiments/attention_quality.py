@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from kvlab.experiments.flags import (
+    POOLINGS,
     TEXT_FLAGS,
     Flag,
     choice,
@@ -29,18 +30,16 @@ from kvlab.experiments.main import execute
 from kvlab.experiments.run_folder import run_in_folder
 from kvlab.models.named import MATCHED_MODELS
 
-_POOLINGS = ("mean", "first", "random")
-
 FLAGS = command_flags(
     seed="of random pooling and of the order of rows",
     out="the run folder; runs/NAME-HASH if not given",
     **TEXT_FLAGS,
     models=Flag(comma_list(text), "MODEL,...", "that were trained on these texts", MATCHED_MODELS),
     pooling=Flag(
-        comma_list(choice(*_POOLINGS)),
+        comma_list(choice(*POOLINGS)),
         "HOW,...",
-        f"heads become one, the main way first: {', '.join(_POOLINGS)}",
-        _POOLINGS,
+        f"heads become one, the main way first: {', '.join(POOLINGS)}",
+        POOLINGS,
     ),
     shares=Flag(
         comma_list(number),

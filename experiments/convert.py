@@ -12,13 +12,11 @@ What a form cannot hold is an error that names it; what is written is there whol
 import sys
 
 from kvlab.experiments import flags
-from kvlab.experiments.flags import Flag, choice, command_flags
+from kvlab.experiments.flags import POOLINGS, Flag, choice, command_flags
 from kvlab.experiments.main import execute
 
 # As `kvlab.models` has them; importing that would make --help wait for JAX.
 _FORMATS = ("kvlab", "huggingface", "gguf")
-_POOLINGS = ("mean", "first", "random")
-
 FLAGS = command_flags(
     "model",
     "attention",
@@ -26,7 +24,7 @@ FLAGS = command_flags(
     out="the folder to write, or the .gguf file",
     format=Flag(choice(*_FORMATS), "NAME", f"to write: {', '.join(_FORMATS)}", "kvlab"),
     pooling=Flag(
-        choice(*_POOLINGS), "HOW", f"a group becomes one KV head: {', '.join(_POOLINGS)}", "mean"
+        choice(*POOLINGS), "HOW", f"a group becomes one KV head: {', '.join(POOLINGS)}", "mean"
     ),
     dtype=Flag(
         choice("float32", "bfloat16"),

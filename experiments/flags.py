@@ -278,6 +278,9 @@ def _separator(written: str) -> str:
     return written.replace("\\n", "\n")
 
 
+# As `kvlab.models` has them; importing that would make --help wait for JAX.
+POOLINGS = ("mean", "first", "random")
+
 TEXT_FLAGS: dict[str, Any] = {
     "data": Flag(comma_list(text), "FILE,...", "texts to train on, UTF-8"),
     "separator": Flag(

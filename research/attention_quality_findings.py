@@ -153,7 +153,7 @@ def _from_scratch(scores: Scores) -> list[str]:
     beside = "one model of each K was trained, so how far seeds lie apart is not known"
     if spread is not None:
         over = [heads for heads, cost in parts if abs(cost) > spread]
-        beside = f"models of one K that differ in their seed lie up to {spread:.3f} apart"
+        beside = f"models of one K lie up to {spread:.3f} apart"
         beside += f"; more than that at K={_listed(over)}" if over else "; no cost is more"
     return [
         f"Trained from scratch, against {nats(base)} nats a token with {scores.num_heads} KV "
@@ -209,7 +209,7 @@ def _limits(scores: Scores) -> list[str]:
         "With one model of each K nothing here has an interval, and a small difference may be the "
         "seed's."
         if repeats == 1
-        else f"Intervals are over {repeats} models that differ in their seed, not over texts."
+        else f"Intervals are over {repeats} models of each K, not over texts."
     )
     fewest, most = min(sizes), max(sizes)
     return [

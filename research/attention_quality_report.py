@@ -26,7 +26,7 @@ _READING = (
 )
 _TERMS = {
     "loss": "mean cross-entropy of the next token on held-out text, in nats; a margin is half of "
-    "the 95 % interval of the mean over models that differ in their seed (Student's t).",
+    "the 95 % interval of the mean over models of one K, which differ in their seed (Student's t).",
     "perplexity": "e to the power of the loss.",
     "source": "the model that a conversion is made from. It is itself trained on for as long, so "
     "that what more training gives, or costs, is not counted as recovery.",

@@ -124,7 +124,7 @@ def test_findings_of_several_seeds_have_intervals():
     shown = present_attention_quality([*set_of(), *set_of(0.2, seed=1), *set_of(0.1, seed=2)])
     assert "K=1: +1.000 ± 0.000, then +0.300 ± 0.000" in shown.findings[0]
     assert "lie up to 0.300 apart; no cost is more" in shown.findings[3]
-    assert "Intervals are over 3 models that differ in their seed" in shown.findings[-1]
+    assert "Intervals are over 3 models of each K" in shown.findings[-1]
 
 
 def test_a_gap_that_stays_is_said_to():
