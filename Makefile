@@ -10,7 +10,7 @@ run: $(VENV)/.installed
 	@if $(BIN)/kvlab fetch smollm2-135m; then \
 		$(BIN)/kvlab sweep --config=attention_cache --out=runs/attention_cache; \
 	else \
-		echo "smollm2-135m cannot be fetched: running on shakespeare-gqa4, which comes with kvlab"; \
+		echo "without smollm2-135m (the line above says why): running on shakespeare-gqa4, which comes with kvlab"; \
 		$(BIN)/kvlab sweep --config=shipped --out=runs/shipped; \
 	fi
 
