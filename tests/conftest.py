@@ -1,10 +1,12 @@
 """Strict JAX for every test, the paths of data that the project does not ship, and references."""
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
 import types
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,10 +14,38 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
+if TYPE_CHECKING:
+    from kvlab.models.load import Model
+
 REPOSITORY = pathlib.Path(__file__).parents[1]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps compiled programs for the run: commands build the same ones over and over.
+
+    In a folder of this process alone, since JAX writes entries where another may be reading.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@pytest.fixture(scope="session")
+def smollm2_layers(smollm2_path: pathlib.Path) -> "Model":
+    """SmolLM2-135M-Instruct without its upper 24 layers: real weights, compiled in a fifth."""
+    from kvlab.models.load import load_model
+
+    model = load_model(str(smollm2_path))
+    whole = model.config
+    config = dataclasses.replace(
+        whole, num_layers=6, num_kv_heads=whole.kv_heads[:6], windows=whole.layer_windows[:6]
+    )
+    above = {f"layers_{layer}" for layer in range(6, whole.num_layers)}
+    params = {name: part for name, part in model.params.items() if name not in above}
+    return dataclasses.replace(model, config=config, params=params)
 
 
 @pytest.fixture(scope="session")

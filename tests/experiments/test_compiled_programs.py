@@ -32,7 +32,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["generate", pytest.param("sweep", marks=pytest.mark.long)])
 def test_a_second_run_compiles_nothing(command, tmp_path):
     environment = {name: value for name, value in os.environ.items() if "COMPIL" not in name}
     environment |= {"KVLAB_CACHE": str(tmp_path)}

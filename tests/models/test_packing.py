@@ -41,8 +41,14 @@ def weights_of(params):
     return [leaf for leaf in leaves if isinstance(leaf, PackedWeight)]
 
 
+CASES = [
+    pytest.param(case, marks=[pytest.mark.long] * (number % 3 > 0))
+    for number, case in enumerate(sorted(GOLDENS.files))
+]
+
+
 @needs_kernel
-@pytest.mark.parametrize("case", sorted(GOLDENS.files))
+@pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, tiny_families, tiny_folder):
     config, params = load_huggingface(tiny_folder(case))
     packed = pack_params(params, config)

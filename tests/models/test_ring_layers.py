@@ -18,11 +18,11 @@ from kvlab.research.session import Session
 
 TOLERANCE = 2e-4  # max |logit difference|, float32
 GOLDENS = np.load(pathlib.Path(__file__).parents[1] / "goldens" / "families.npz")
-WINDOWED = ["mistral_window", "gemma2", "qwen2_windows", "qwen3_layer_types"]
+WINDOWED = {"mistral_window": 5, "gemma2": 31, "qwen2_windows": 31, "qwen3_layer_types": 5}
+LATER = [pytest.param(case, 36 - chunk, marks=pytest.mark.long) for case, chunk in WINDOWED.items()]
 
 
-@pytest.mark.parametrize("chunk", [5, 31])
-@pytest.mark.parametrize("case", WINDOWED)
+@pytest.mark.parametrize(("case", "chunk"), [*WINDOWED.items(), *LATER])
 def test_logits_are_those_of_transformers(case, chunk, tiny_folder, tiny_families):
     config, params = load_huggingface(tiny_folder(case))
     others = Paged(8) if chunk == 5 else Contiguous()

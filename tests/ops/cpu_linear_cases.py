@@ -13,7 +13,7 @@ import numpy as np
 from kvlab.ops.linear import embed, linear, linears
 from kvlab.ops.packed_weight import FORMATS, GROUP, best_implementation, pack
 
-ROWS = (1, 2, 3, 5, 8, 13, 32, 100)
+ROWS = (1, 3, 8, 32)
 WIDTHS = (83, 7, 16, 53, 3)  # of weights that share x: panels that are whole, that are not, and one
 DTYPES = (jnp.float32, jnp.bfloat16)
 # Rows, D_in, D_out: one row, tiles of every size, columns and rows of no whole panel or group.
@@ -76,12 +76,10 @@ def check_together(length, weight_format, dtype, implementation=None):
     digest = hashlib.sha256()
     for rows in ROWS:
         x = drawn((rows, length), rows, dtype)
-        for added in ([None] * len(weights), biases):
-            together = linears(x, weights, added)
-            for y, weight, bias in zip(together, weights, added, strict=True):
-                assert y.dtype == dtype
-                np.testing.assert_array_equal(y, linear(x, weight, bias))
-                digest.update(np.asarray(y).tobytes())
+        for y, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
+            assert y.dtype == dtype
+            np.testing.assert_array_equal(y, linear(x, weight, bias))
+            digest.update(np.asarray(y).tobytes())
     return digest.digest()
 
 

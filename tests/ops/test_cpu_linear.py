@@ -40,7 +40,7 @@ def test_a_row_has_the_same_bits_in_any_batch(weight_format, dtype):
     x = cases.drawn((100, 331), dtype=dtype)
     packed = pack(cases.drawn((331, 83), 1), weight_format, "cpu")
     whole, host = np.asarray(linear(x, packed)), np.asarray(x)
-    for rows in range(1, 101):
+    for rows in (*range(1, 34), 63, 64, 65, 99):
         np.testing.assert_array_equal(linear(jnp.asarray(host[-rows:]), packed), whole[-rows:])
     order = np.random.default_rng(0).permutation(100)
     np.testing.assert_array_equal(linear(jnp.asarray(host[order]), packed), whole[order])

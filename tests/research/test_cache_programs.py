@@ -268,7 +268,7 @@ def sessions(tiny):
     return made
 
 
-@pytest.mark.parametrize("programs", [200, pytest.param(2500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("programs", [60, pytest.param(2500, marks=pytest.mark.long)])
 def test_random_programs(programs, sessions):
     @hypothesis.settings(max_examples=programs, deadline=None, database=None, derandomize=True)
     @hypothesis.given(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvlab.models.load import load_model
-from kvlab.models.named import SHIPPED_MODELS, named_path
+from kvlab.models.named import MATCHED_MODELS, SHIPPED_MODELS, named_path
 from kvlab.research.training import Trainer, initial_state
 from kvlab.research.training_config import TrainingConfig
 from kvlab.research.training_data import ShuffledRows, batches_of, pack_texts, prepare, read_texts
@@ -45,7 +45,13 @@ def trainer_of(config):
     return Trainer(config)
 
 
-@pytest.mark.parametrize("name", SHIPPED_MODELS)
+EACH = [
+    pytest.param(name, marks=[] if name in MATCHED_MODELS else pytest.mark.long)
+    for name in SHIPPED_MODELS
+]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_held_out_losses_are_those_of_the_curves(name, data, curves):
     """The curves are of float32 parameters; what is shipped is rounded to bfloat16."""
     model = load_model(name)

@@ -1,4 +1,4 @@
-"""The engine on the real model: the same bits alone, among others, warm, and after a preemption."""
+"""The engine on layers of the real model: equal bits alone, among others, warm, preempted."""
 
 import dataclasses
 import importlib.resources
@@ -6,7 +6,6 @@ import importlib.resources
 import numpy as np
 import pytest
 
-from kvlab.models.load import load_model
 from kvlab.ops.sampling import Sampling
 from kvlab.ops.specs import CacheSpec, Paged
 from kvlab.research.engine import Engine, EngineOptions
@@ -19,8 +18,8 @@ pytestmark = pytest.mark.real_model
 
 
 @pytest.fixture(scope="module")
-def model(smollm2_path):
-    return load_model(str(smollm2_path))
+def model(smollm2_layers):
+    return smollm2_layers
 
 
 @pytest.fixture(scope="module")

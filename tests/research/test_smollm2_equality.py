@@ -1,4 +1,4 @@
-"""Placements on the real model: the oracle's greedy tokens, and the same bits for every page size.
+"""Placements on layers of the real model: the oracle's greedy tokens, equal bits for page sizes.
 
 Prompts of 1, 15, 16, 17 and 500 tokens share one batch. The oracle is the recompute placement fed
 with a variant's own text: where it would choose each next token itself, it would have written the
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvlab.models.load import load_model
 from kvlab.ops.specs import CacheSpec, Contiguous, Paged, Recompute
 from kvlab.research.inference import head
 from kvlab.research.inference_config import InferenceConfig
@@ -26,8 +25,8 @@ MAX_LENGTH = max(LENGTHS) + STEPS
 
 
 @pytest.fixture(scope="module")
-def model(smollm2_path):
-    return load_model(str(smollm2_path))
+def model(smollm2_layers):
+    return smollm2_layers
 
 
 @pytest.fixture(scope="module")
