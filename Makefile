@@ -4,7 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: run test lint peers clean
+IN_PARALLEL := --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+
+.PHONY: run test coverage lint peers clean
 
 run: $(VENV)/.installed
 	@if $(BIN)/kvlab fetch smollm2-135m; then \
@@ -15,8 +17,11 @@ run: $(VENV)/.installed
 	fi
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder \
-		--cov --cov-report=term:skip-covered --cov-fail-under=90
+	$(BIN)/python -m pytest $(IN_PARALLEL)
+
+# Tracing lines makes the tests a third slower.
+coverage: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(IN_PARALLEL) --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 # Other systems live in an environment of their own: torch and a compiled llama.cpp are large.
 peers: $(VENV)-peers/.installed

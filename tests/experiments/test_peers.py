@@ -11,16 +11,17 @@ from kvlab.experiments.peer_systems import worker
 from kvlab.experiments.peer_systems.system import log_softmax, two_best
 from kvlab.research.results import read_rows
 
-SMALL = ("--batch=2", "--prompt_tokens=24", "--new_tokens=5", "--repeats=2")
+SMALL = ("--batch=2", "--prompt_tokens=24", "--new_tokens=5", "--text_tokens=64", "--repeats=2")
 
 
-@pytest.mark.real_model
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is not None, reason="a peer is here")
-def test_a_peer_that_is_not_installed_is_a_row_that_says_so(kvlab, smollm2_path, tmp_path):
-    arguments = "peers", *SMALL, "--precision=float32", f"--out={tmp_path}"
-    outcome = kvlab(*arguments, f"--model={smollm2_path}", "--peer=kvlab,llama.cpp")
+def test_a_peer_that_is_not_installed_is_a_row_that_says_so(kvlab, tmp_path):
+    model, folder = tmp_path / "mqa.gguf", tmp_path / "run"
+    kvlab("convert", "--model=shakespeare-mqa", "--format=gguf", f"--out={model}")
+    arguments = "peers", *SMALL, "--precision=float32", f"--out={folder}"
+    outcome = kvlab(*arguments, f"--model={model}", "--peer=kvlab,llama.cpp")
     assert outcome.status == 1
-    ours, theirs = read_rows(tmp_path)
+    ours, theirs = read_rows(folder)
     assert ours["status"] == "ok"
     assert ours["metrics"]["greedy_agreement"] == 1.0
     assert len(ours["repeats"]["decode_tokens_per_s"]) == 2
