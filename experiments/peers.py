@@ -31,6 +31,7 @@ FLAGS = command_flags(
     batch=Flag(comma_list(whole(1)), "N,...", "sequences at once", (1, 8, 32)),
     prompt_tokens=Flag(whole(1), "N", "tokens of a prompt", 512),
     new_tokens=Flag(whole(1), "N", "tokens decoded after a prompt", 32),
+    text_tokens=Flag(whole(1), "N", "of the text on which predictions are compared", 512),
     repeats=Flag(whole(1), "N", "timings of each system, interleaved", 5),
     threads=Flag(whole(1), "N", "of the processor; all of this process's if not given"),
 )
@@ -52,6 +53,7 @@ def main(argv: list[str]) -> int:
         batches=tuple(FLAGS.batch),
         prompt_tokens=FLAGS.prompt_tokens,
         new_tokens=FLAGS.new_tokens,
+        text_tokens=FLAGS.text_tokens,
         repeats=FLAGS.repeats,
         threads=FLAGS.threads or len(os.sched_getaffinity(0)),
     )
