@@ -45,7 +45,7 @@ def test_a_second_run_compiles_nothing(command, tmp_path):
             [sys.executable, "-c", _COUNTING, command, *_TINY, *COMMANDS[command], *out],
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             env=environment,
             check=False,
         )

@@ -21,7 +21,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=inherited | environment,
         check=False,
     )
@@ -193,7 +193,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=600) == 141
 
 
 def test_compiled_programs_are_kept_in_the_cache_folder(tmp_path):

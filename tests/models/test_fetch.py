@@ -311,7 +311,7 @@ def test_two_fetches_at_once(cache, tmp_path):
         assert all("another process is fetching" in words for words in first_words)
         assert files(cache) == []
     for process in waiting:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=600)
         assert (process.returncode, errors) == (0, "")
         assert output.strip() == str(cache / "tiny.gguf")
     assert (cache / "tiny.gguf").read_bytes() == CONTENT

@@ -32,7 +32,7 @@ def loaded(cache: pathlib.Path, **environment: str) -> tuple[bool, str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     return done.stdout.strip() == "True", done.stderr.strip()
 
