@@ -151,7 +151,7 @@ def test_a_run_that_is_stopped_keeps_what_has_ended_and_goes_on(how, tmp_path):
     command += ["--placement=paged", f"--out={tmp_path}/run"]
     results = tmp_path / "run" / "results.jsonl"
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as running:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not results.exists() or results.read_bytes().count(b"\n") < 3:
             assert running.poll() is None, running.stderr.read()
             assert time.monotonic() < deadline
