@@ -62,7 +62,8 @@ def main(argv: list[str]) -> None:
     bare = FLAGS.format == "gguf" and isinstance(model.tokenizer, ByteTokenizer)
     print(
         f"{FLAGS.out}: {config.family}, {parameter_count(config):,} parameters in "
-        f"{FLAGS.dtype or config.param_dtype}, {heads} KV heads of {config.num_heads}"
+        f"{FLAGS.dtype or config.param_dtype}, {heads} KV "
+        f"{'head' if heads == '1' else 'heads'} of {config.num_heads}"
         + (", for token ids: GGUF has no tokenizer of bytes" if bare else "")
     )
 

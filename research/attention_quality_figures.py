@@ -23,7 +23,10 @@ from kvlab.research.presentation import Picture
 from kvlab.research.rows import Row
 
 _BASE_COLOUR = 6
-_INTERVALS = "Bars are 95 % intervals where several models of a kind were trained."
+_INTERVALS = (
+    "Bars are 95 % intervals of means where several models of a kind were trained; the findings "
+    "compare what was made of the same model, and may be clear where bars overlap."
+)
 
 
 def pictures(scores: Scores, costs: Sequence[Row]) -> list[Picture]:

@@ -53,6 +53,7 @@ def _recovery(scores: Scores, share: float) -> list[str]:
     parts: list[str] = []
     most: list[int] = []
     not_most: list[int] = []
+    unclear: list[int] = []
     for heads in scores.fewer:
         opened, left = scores.opened(heads, way), scores.left(heads, way, share)
         closed = scores.recovered(heads, way, share)
@@ -62,16 +63,24 @@ def _recovery(scores: Scores, share: float) -> list[str]:
         if closed is None:
             parts.append(f"{said} (no gap was opened)")
             continue
-        parts.append(f"{said}, {percent(closed.mean)} % recovered")
+        margin = "" if closed.margin is None else f" ± {percent(closed.margin)}"
+        uncontrolled = scores.recovered(heads, way, share, controlled=False)
+        whole_gap = "" if uncontrolled is None else f" ({percent(uncontrolled.mean)} % as it was)"
+        parts.append(f"{said}, {percent(closed.mean)}{margin} % recovered{whole_gap}")
         (most if closed.mean > 0.5 else not_most).append(heads)
+        if closed.margin is not None and abs(closed.mean - 0.5) <= closed.margin:
+            unclear.append(heads)
     if not parts:
         return []
     trained = shown(share)
     verdict = _split("most of the gap is recovered", "most of it is not", most, not_most)
+    if unclear:
+        verdict += f"; 50 % lies within the interval at K={_listed(unclear)}"
     return [
         f"Pooling {scores.num_heads} KV heads to K by {way} costs so many nats a token, and after "
         f"uptraining by {trained} so many more than the {scores.num_heads}-head model trained on "
-        f"for as long: {'; '.join(parts)}. With {trained} {verdict}."
+        f"for as long (in brackets: recovered of the gap to that model as it was; shares of "
+        f"several models are means of theirs): {'; '.join(parts)}. With {trained} {verdict}."
     ]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import ScaledTranslation
 
 from kvlab.research.chart_style import (
     COLOURS,
@@ -22,6 +23,7 @@ _LEGEND_LINE_INCHES = 0.19
 _LEGEND_COLUMNS = 2
 _FEW = 9
 _LONG_LABEL = 55  # characters: two of them fill the width
+_BARS_APART_INCHES = 0.07
 _DASHES = ("-", "--", ":", "-.")
 
 
@@ -34,7 +36,7 @@ class Line:
       colour: index of its colour and mark, any number.
       points: (x, y), in the order to join them.
       dash: index of its kind of line, any number.
-      level: drawn across the panel at its y: a baseline.
+      level: only drawn across the panel, at its first y: a baseline.
       spans: (lowest, highest) y of each point; empty, or where both are alike, none is drawn.
     """
 
@@ -90,11 +92,14 @@ def draw_lines(panels: Sequence[LinePanel]) -> bytes:
         if panel.doubling:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        with_spans = [line for line in panel.lines if line.spans]
         for line in panel.lines:
             colour = COLOURS[line.colour % len(COLOURS)]
             xs, ys = zip(*line.points, strict=True)
             if line.level:
-                axes.axhline(ys[0], color=colour, linestyle="--", linewidth=1.2)
+                level = axes.axhline(ys[0], color=colour, linestyle="--", linewidth=1.2)
+                handles.setdefault(line.label, level)
+                continue
             (drawn,) = axes.plot(
                 xs,
                 ys,
@@ -106,9 +111,15 @@ def draw_lines(panels: Sequence[LinePanel]) -> bytes:
                 drawstyle="steps-post" if panel.stepped else "default",
             )
             handles.setdefault(line.label, drawn)
-            for x, (low, high) in zip(xs, line.spans, strict=False):
+            if not line.spans:
+                continue
+            # Bars of one x stand beside each other.
+            place = with_spans.index(line) - (len(with_spans) - 1) / 2
+            aside = ScaledTranslation(place * _BARS_APART_INCHES, 0, figure.dpi_scale_trans)
+            for x, (low, high) in zip(xs, line.spans, strict=True):
                 if low < high:
-                    axes.plot([x, x], [low, high], color=colour, linewidth=1.1, marker="_")
+                    (bar,) = axes.plot([x, x], [low, high], color=colour, linewidth=1.1, marker="_")
+                    bar.set_transform(axes.transData + aside)
         counted = sorted({x for line in panel.lines for x, _ in line.points})
         few = panel.marked and not panel.doubling and len(counted) <= _FEW
         if few and all(float(x).is_integer() for x in counted):

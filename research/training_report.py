@@ -159,7 +159,7 @@ def _pictures(runs: Mapping[str, Sequence[Row]]) -> list[Picture]:
     if all(speeds.values()):
         tokens, shares = map(tuple, speeds.values())
         panels = [
-            LinePanel("Tokens trained on", "steps", "tokens a second", tokens, from_zero=True),
+            LinePanel("Speed", "steps", "tokens a second", tokens, from_zero=True),
             LinePanel("MFU", "steps", "share of the best product", shares, from_zero=True),
         ]
         caption = "Higher is better. MFU is the share of what the machine computes at best."

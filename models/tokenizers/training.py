@@ -107,6 +107,6 @@ def _explain(message: str, vocab_size: int) -> str:
     if required := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return (
             f"vocab_size {vocab_size} is too small for the special pieces, bytes and characters of "
-            f"these texts; the smallest that works is {required[1]}, or lower character_coverage"
+            f"these texts; the smallest that works is {required[1]}"
         )
     return f"SentencePiece could not train {vocab_size} pieces: {message}"

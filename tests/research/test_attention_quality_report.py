@@ -109,7 +109,7 @@ def test_a_row_that_was_measured_twice_counts_once():
 def test_findings_follow_from_the_numbers():
     shown = present_attention_quality([*COSTS, *set_of()])
     recovery, ways, more, scratch, savings, limits = shown.findings
-    assert "K=1: +1.000, then +0.300, 70.0 % recovered." in recovery
+    assert "K=1: +1.000, then +0.300, 70.0 % recovered (80.0 % as it was)." in recovery
     assert recovery.endswith("With 5 % most of the gap is recovered at every K.")
     assert "K=1: -0.050: mean is not as good at any K (the paper scores 55.6 with mean" in ways
     assert "5 %: +0.300, 10 %: +0.200" in more
@@ -122,7 +122,7 @@ def test_findings_follow_from_the_numbers():
 
 def test_findings_of_several_seeds_have_intervals():
     shown = present_attention_quality([*set_of(), *set_of(0.2, seed=1), *set_of(0.1, seed=2)])
-    assert "K=1: +1.000 ± 0.000, then +0.300 ± 0.000" in shown.findings[0]
+    assert "K=1: +1.000 ± 0.000, then +0.300 ± 0.000, 70.0 ± 0.0 % recovered" in shown.findings[0]
     assert "lie up to 0.300 apart; no cost is more" in shown.findings[3]
     assert "Intervals are over 3 models of each K" in shown.findings[-1]
 
@@ -132,7 +132,9 @@ def test_a_gap_that_stays_is_said_to():
     rows.append(judged("uptrained", 1, 3.5, pooling="mean", share=0.05))
     rows = [one for one in rows if one["config"].get("pooling") != "first"]
     said = present_attention_quality(rows).findings[0]
-    assert said.endswith("40.0 % recovered. With 5 % most of it is not at any K.")
+    assert said.endswith(
+        "40.0 % recovered (50.0 % as it was). With 5 % most of it is not at any K."
+    )
 
 
 def test_tables_and_figures():
