@@ -33,17 +33,20 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-@pytest.fixture(scope="session")
-def smollm2_layers(smollm2_path: pathlib.Path) -> "Model":
-    """SmolLM2-135M-Instruct without its upper 24 layers: real weights, compiled in a fifth."""
+@pytest.fixture(scope="session", params=[6, pytest.param(30, marks=pytest.mark.long)])
+def smollm2_layers(smollm2_path: pathlib.Path, request: pytest.FixtureRequest) -> "Model":
+    """The lower layers of SmolLM2-135M-Instruct: real weights, and six compile in a fifth."""
     from kvlab.models.load import load_model
 
     model = load_model(str(smollm2_path))
-    whole = model.config
+    whole, count = model.config, request.param
     config = dataclasses.replace(
-        whole, num_layers=6, num_kv_heads=whole.kv_heads[:6], windows=whole.layer_windows[:6]
+        whole,
+        num_layers=count,
+        num_kv_heads=whole.kv_heads[:count],
+        windows=whole.layer_windows[:count],
     )
-    above = {f"layers_{layer}" for layer in range(6, whole.num_layers)}
+    above = {f"layers_{layer}" for layer in range(count, whole.num_layers)}
     params = {name: part for name, part in model.params.items() if name not in above}
     return dataclasses.replace(model, config=config, params=params)
 

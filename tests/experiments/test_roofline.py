@@ -74,9 +74,12 @@ def peak(rows):
     )
 
 
-def test_a_stopped_run_goes_on_and_measures_nothing_twice(kvlab, tmp_path):
+@pytest.mark.parametrize(
+    "placement", ["contiguous", pytest.param("recompute,contiguous", marks=pytest.mark.long)]
+)
+def test_a_stopped_run_goes_on_and_measures_nothing_twice(placement, kvlab, tmp_path):
     folder = tmp_path / "run"
-    command = (*SMALL, "--attention=gqa", "--placement=contiguous", f"--out={folder}")
+    command = (*SMALL, "--attention=gqa", f"--placement={placement}", f"--out={folder}")
     assert kvlab(*command).status == 0
     results = folder / "results.jsonl"
     lines = results.read_text().splitlines(keepends=True)

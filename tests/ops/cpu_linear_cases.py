@@ -14,6 +14,7 @@ from kvlab.ops.linear import embed, linear, linears
 from kvlab.ops.packed_weight import FORMATS, GROUP, best_implementation, pack
 
 ROWS = (1, 3, 8, 32)
+MORE_ROWS = (2, 5, 13, 100)
 WIDTHS = (83, 7, 16, 53, 3)  # of weights that share x: panels that are whole, that are not, and one
 DTYPES = (jnp.float32, jnp.bfloat16)
 # Rows, D_in, D_out: one row, tiles of every size, columns and rows of no whole panel or group.
@@ -66,7 +67,7 @@ def check(shape, weight_format, dtype, implementation=None):
     return np.asarray(ours).tobytes()
 
 
-def check_together(length, weight_format, dtype, implementation=None):
+def check_together(length, weight_format, dtype, implementation=None, batches=ROWS):
     """Compares products of one x, made together, with the same made apart; returns their bytes."""
     weights = [
         pack(np.asarray(drawn((length, width), seed)), weight_format, implementation)
@@ -74,7 +75,7 @@ def check_together(length, weight_format, dtype, implementation=None):
     ]
     biases = [drawn(width, seed) if seed % 2 else None for seed, width in enumerate(WIDTHS)]
     digest = hashlib.sha256()
-    for rows in ROWS:
+    for rows in batches:
         x = drawn((rows, length), rows, dtype)
         for y, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
             assert y.dtype == dtype

@@ -35,12 +35,17 @@ def test_matches_numpy(weight_format, dtype, implementation):
 @needs_kernel
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_row_has_the_same_bits_in_any_batch(weight_format, dtype):
+@pytest.mark.parametrize(
+    "batches",
+    [(*range(1, 34), 63, 64, 65, 99), pytest.param(range(1, 101), marks=pytest.mark.long)],
+    ids=["some", "all"],
+)
+def test_a_row_has_the_same_bits_in_any_batch(batches, weight_format, dtype):
     # Its tile, its place there and its neighbours change with the number of rows.
     x = cases.drawn((100, 331), dtype=dtype)
     packed = pack(cases.drawn((331, 83), 1), weight_format, "cpu")
     whole, host = np.asarray(linear(x, packed)), np.asarray(x)
-    for rows in (*range(1, 34), 63, 64, 65, 99):
+    for rows in batches:
         np.testing.assert_array_equal(linear(jnp.asarray(host[-rows:]), packed), whole[-rows:])
     order = np.random.default_rng(0).permutation(100)
     np.testing.assert_array_equal(linear(jnp.asarray(host[order]), packed), whole[order])
@@ -49,9 +54,14 @@ def test_a_row_has_the_same_bits_in_any_batch(weight_format, dtype):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_weights_together_give_the_bits_of_each_alone(weight_format, dtype, implementation):
+@pytest.mark.parametrize(
+    "batches", [cases.ROWS, pytest.param(cases.MORE_ROWS, marks=pytest.mark.long)]
+)
+def test_weights_together_give_the_bits_of_each_alone(
+    batches, weight_format, dtype, implementation
+):
     for length in (37, 576):  # one block, and three
-        cases.check_together(length, weight_format, dtype, implementation)
+        cases.check_together(length, weight_format, dtype, implementation, batches)
 
 
 def lowered(x, weights):
